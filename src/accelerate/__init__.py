@@ -1,0 +1,58 @@
+"""Five lines take a PyTorch training loop from one process to many.
+
+The public names are loaded on first use, so that importing one of them costs no more than it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "2.0.0.dev0"
+
+_HOME_OF = {
+    "Accelerator": "accelerator",
+    "AutocastKwargs": "config.plugins",
+    "DDPCommunicationHookType": "config.enums",
+    "DataLoaderConfiguration": "config.plugins",
+    "DistributedDataParallelKwargs": "config.plugins",
+    "DistributedType": "config.enums",
+    "GradScalerKwargs": "config.plugins",
+    "InitProcessGroupKwargs": "config.plugins",
+    "PartialState": "state",
+    "ProfileKwargs": "config.plugins",
+    "find_executable_batch_size": "memory",
+    "skip_first_batches": "data.loaders",
+    "synchronize_rng_states": "runtime.random",
+}
+
+__all__ = ["__version__", *_HOME_OF]
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator as Accelerator
+    from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from .config.enums import DistributedType as DistributedType
+    from .config.plugins import AutocastKwargs as AutocastKwargs
+    from .config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from .config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from .config.plugins import GradScalerKwargs as GradScalerKwargs
+    from .config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from .config.plugins import ProfileKwargs as ProfileKwargs
+    from .data.loaders import skip_first_batches as skip_first_batches
+    from .memory import find_executable_batch_size as find_executable_batch_size
+    from .runtime.random import synchronize_rng_states as synchronize_rng_states
+    from .state import PartialState as PartialState
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first asked for (PEP 562)."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,0 +1,711 @@
+"""`Accelerator`: the one object a user holds. It delegates; it never asks which backend it is on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .accumulation import AccumulationWindow
+from .config.enums import DistributedType, RNGType
+from .config.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from .config.settings import NOT_YET, TrainingSettings
+from .data.loaders import DataLoaderShard, prepare_data_loader, skip_first_batches
+from .errors import UnsupportedSettingError
+from .logging import get_logger
+from .memory import release_memory
+from .optimizer import AcceleratedOptimizer
+from .parallel.base import Bundle
+from .parallel.registry import strategy_for
+from .parallel.unwrapping import extract_model_from_parallel
+from .precision import precision_for
+from .runtime import collectives
+from .runtime.gradient_state import GradientState
+from .runtime.nested import leaves, recursively_apply
+from .saving import save
+from .scheduler import AcceleratedScheduler
+from .state import AcceleratorState
+
+logger = get_logger(__name__)
+
+_unset: Any = object()
+H = TypeVar("H", bound=KwargsHandler)
+
+
+class Accelerator:
+    """Take a PyTorch training loop to any number of processes.
+
+    Make one, hand model, optimizer, data loaders and scheduler to `prepare`, and call `backward` for
+    `loss.backward()`. The rest of the loop stays as it is.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _unset,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        _refuse_what_has_not_landed(
+            deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            log_with=log_with,
+            dynamo_backend=None if str(dynamo_backend or "no").lower() == "no" else dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
+        )
+        handlers = _Handlers(kwargs_handlers or ())
+        self.autocast_handler = handlers.take(AutocastKwargs)
+        self.scaler_handler = handlers.take(GradScalerKwargs)
+        self.init_handler = handlers.take(InitProcessGroupKwargs)
+        self.ddp_handler = handlers.take(DistributedDataParallelKwargs)
+        self.profile_handler = handlers.take(ProfileKwargs)
+        handlers.refuse_rest()
+
+        self.settings = TrainingSettings.from_arguments(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+        )
+        self.state = AcceleratorState(
+            mixed_precision=self.settings.mixed_precision,
+            cpu=cpu,
+            _from_accelerator=True,
+            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
+        )
+        self.gradient_state = GradientState(self.settings.gradient_accumulation)
+        self.strategy = strategy_for(self.state._runtime, ddp=self.ddp_handler)
+        self.precision = precision_for(
+            self.settings.mixed_precision,
+            self.state.device,
+            self.autocast_handler or AutocastKwargs(),
+            self.scaler_handler or GradScalerKwargs(),
+        )
+        self.native_amp = self.mixed_precision in ("fp16", "bf16")
+
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _unset:
+            self.dataloader_config.split_batches = split_batches
+        self.rng_types = list(rng_types) if rng_types is not None else [RNGType.GENERATOR]
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None and self.project_dir is None:
+            self.project_configuration.set_directories(os.fspath(project_dir))
+
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[DataLoaderShard] = []
+        self.window = AccumulationWindow(self.gradient_state, self.strategy, self._models)
+        self.flag_tensor: Tensor | None = None
+
+    # --- who am I -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return self.state.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Return how the processes work together."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Return the rank of this process."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Return the rank of this process on its host."""
+        return self.state.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Tell whether this is rank 0."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Tell whether this is the first process of its host."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Tell whether this is the highest rank."""
+        return self.state.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Tell whether there are several processes."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Tell whether several processes each have an accelerator."""
+        return self.use_distributed and self.distributed_type != DistributedType.MULTI_CPU
+
+    @property
+    def mixed_precision(self) -> str:
+        """Return the number format of the forward pass."""
+        return self.state.mixed_precision
+
+    @property
+    def split_batches(self) -> bool:
+        """Tell whether a loader's batch is cut among the processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Tell whether one process reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Tell whether the last batches are filled up so that all processes take equally many steps."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Tell whether shuffling is a function of seed and epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Tell whether batches are copied to the device asynchronously."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Tell whether torchdata's stateful loader is used."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """Return the run's directory."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Return the run's logging directory."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Return the number of the next automatic checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Return the mesh configuration: None for plain data parallelism."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """Return the device mesh: None for plain data parallelism."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Tell whether models are sharded by FSDP2."""
+        return bool(self.state.is_fsdp2)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler of fp16, or None."""
+        return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.precision.scaler = scaler
+
+    # --- processes together ---------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        self.state.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Let rank 0 run the block before the others."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Let the first process of every host run the block before the others."""
+        return self.state.local_main_process_first()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Run the decorated function on rank 0 only."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Run the decorated function once per host."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:
+        """Run the decorated function on the highest rank only."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Run the decorated function on one rank only."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Run the decorated function on one local rank of every host only."""
+        return self.state.on_local_process(function, local_process_index)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Yield this process's part of the inputs."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per host."""
+        self.state.print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that every process sees at the next `check_trigger`."""
+        self.flag_tensor = torch.ones((), dtype=torch.int64, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Tell whether any process raised its flag since the last check; lowers all flags. Call it on every process."""
+        flag = (
+            self.flag_tensor if self.flag_tensor is not None else torch.zeros((), dtype=torch.int64, device=self.device)
+        )
+        self.flag_tensor = None
+        return bool(collectives.reduce(flag, reduction="sum").item())
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all processes, in rank order."""
+        return collectives.gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        """Sum or average the tensors of all processes."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad the tensors of all processes to the longest, so that they can be gathered."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what the current batch produced, without the samples that only filled up the last batch.
+
+        Anything that is not made of tensors is gathered as objects: each process brings a list.
+        """
+        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        data = collectives.gather_object(input_data) if as_objects else collectives.gather(input_data)
+        state = self.gradient_state
+        if self.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        remainder = state.remainder
+        if as_objects:
+            return data[:remainder]
+        return recursively_apply(lambda tensor: tensor[:remainder], data)
+
+    # --- prepare --------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make torch objects ready for this run and return them in the order they came.
+
+        Models, optimizers, data loaders and schedulers are recognised; anything else is returned as it is.
+        """
+        placements = list(device_placement) if device_placement is not None else [None] * len(args)
+        if len(placements) != len(args):
+            raise ValueError(f"device_placement has {len(placements)} entries for {len(args)} objects.")
+        result = list(args)
+        fresh = [i for i, arg in enumerate(args) if not _is_prepared(arg)]
+        models = [i for i in fresh if isinstance(args[i], nn.Module)]
+        optimizers = [i for i in fresh if isinstance(args[i], Optimizer)]
+        prepared = self._prepare_bundle(
+            [args[i] for i in models], [args[i] for i in optimizers], [placements[i] for i in models]
+        )
+        for i, model in zip(models, prepared.models, strict=True):
+            result[i] = model
+        for i in optimizers:
+            result[i] = self._wrap_optimizer(args[i], placements[i])
+        for i in fresh:
+            if isinstance(args[i], DataLoader):
+                result[i] = self.prepare_data_loader(args[i], placements[i])
+            elif _is_scheduler(args[i]):
+                result[i] = self.prepare_scheduler(args[i])
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place, cast and spread one model."""
+        if _is_prepared(model):
+            return model
+        return self._prepare_bundle([model], [], [device_placement], evaluation=evaluation_mode).models[0]
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Wrap one optimizer."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        self._prepare_bundle([], [optimizer], [])
+        return self._wrap_optimizer(optimizer, device_placement)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoaderShard:
+        """Give one data loader this process's share."""
+        if isinstance(data_loader, DataLoaderShard):
+            if data_loader not in self._dataloaders:
+                self._dataloaders.append(data_loader)
+            return data_loader
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=self._placement(device_placement),
+            rng_types=list(self.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        prepared.gradient_state = self.gradient_state
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Tie one scheduler to the steps of its optimizer."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        own = getattr(scheduler, "optimizer", None)
+        optimizers = [opt for opt in self._optimizers if own is opt or own is opt.optimizer]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            optimizers or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        prepared.gradient_state = self.gradient_state
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _prepare_bundle(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        placements: Sequence[bool | None],
+        evaluation: bool = False,
+    ) -> Bundle:
+        for model in models:
+            self.verify_device_map(model)
+            self.precision.wrap_forward(model)
+        bundle = self.strategy.prepare(
+            Bundle(
+                models=models,
+                optimizers=optimizers,
+                place_models=[
+                    self._placement(place) and not hasattr(model, "hf_device_map")
+                    for model, place in zip(models, placements, strict=True)
+                ],
+                evaluation=evaluation,
+            )
+        )
+        for model in bundle.models:
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
+            self._models.append(model)
+        return bundle
+
+    def _wrap_optimizer(self, optimizer: Optimizer, device_placement: bool | None) -> AcceleratedOptimizer:
+        wrapped = AcceleratedOptimizer(optimizer, self._placement(device_placement), self.precision.scaler)
+        wrapped.gradient_state = self.gradient_state
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def _placement(self, choice: bool | None) -> bool:
+        return self.device_placement if choice is None else choice
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Refuse a model that a device map spreads over several devices, where every process needs a whole copy."""
+        spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        if spread and self.use_distributed:
+            raise ValueError(
+                f"Rank {self.process_index}: this model is spread over several devices by its device map, and "
+                f"{self.num_processes} processes each need a whole copy. Load it without device_map."
+            )
+        return spread
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Tell whether this micro-batch closes the accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
+
+    @property
+    def step(self) -> int:
+        """Return the number of micro-batches since the loader began."""
+        return self.window.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.window.step = step
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Wrap one micro-batch: gradients add up, and the optimizer steps when the window is full."""
+        return self.window.micro_batch(models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Leave gradients unreduced inside the context."""
+        return self.strategy.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
+        return self.strategy.resume_sync(model)
+
+    def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
+        """Compute gradients, as `loss.backward()` does.
+
+        `loss` is the mean over the micro-batch. Micro-batches and processes then weigh the same however many samples
+        or tokens each holds. To weigh every item the same, give the *sum* of the losses and the number of items it
+        sums over: `backward(loss_sum, num_items=n)`. The gradients that clipping and the optimizer see are then those
+        of all losses divided by all items, over every micro-batch of the window and every process.
+        """
+        if num_items is not None:
+            self.window.backward_per_item(loss, num_items, self.precision.scale, kwargs)
+            return
+        self.window.note_mean_loss()
+        num_steps = self.gradient_state.num_steps
+        if num_steps > 1:
+            loss = loss / num_steps
+        self.precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide fp16 gradients by the loss scale: those of the given optimizers, or of all."""
+        if self.scaler is None:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for opt in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self.scaler.unscale_(opt.optimizer if isinstance(opt, AcceleratedOptimizer) else opt)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; return the norm they had."""
+        if not self._gradients_are_final("clip_grad_norm_"):
+            max_norm = float("inf")
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Cut every gradient element to `[-clip_value, clip_value]`."""
+        if self._gradients_are_final("clip_grad_value_"):
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _gradients_are_final(self, operation: str) -> bool:
+        """Unscale gradients that are complete; warn where they still accumulate: clipping parts is not clipping."""
+        if self.gradient_state.sync_gradients:
+            self.unscale_gradients()
+            return True
+        logger.warning_once(
+            f"{operation}() was called while gradients still accumulate, and clipped nothing: only their final sum is "
+            "clipped. Guard the call with `if accelerator.sync_gradients:`."
+        )
+        return False
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Tell whether an fp16 overflow made any optimizer leave out its last step."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        """Return a context that computes in the run's number format, for code outside a prepared model."""
+        return self.precision.autocast(autocast_handler)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Joinable], even_batches: bool | None = None) -> Iterator[None]:
+        """Let processes with more batches finish while the others stand in for their collectives."""
+        with ExitStack() as stack:
+            if even_batches is not None:
+                stack.enter_context(self._even_batches_set_to(even_batches))
+            if self.use_distributed:
+                stack.enter_context(Join(list(joinables), enable=True, throw_on_early_termination=False))
+            yield
+
+    @contextmanager
+    def _even_batches_set_to(self, even_batches: bool) -> Iterator[None]:
+        shards = [shard for loader in self._dataloaders if (shard := loader._shard) is not None]
+        before = [shard.even_batches for shard in shards]
+        for shard in shards:
+            shard.even_batches = even_batches
+        try:
+            yield
+        finally:
+            for shard, even in zip(shards, before, strict=True):
+                shard.even_batches = even
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """Profile the block; with `output_trace_dir` every process writes `profile_<rank>.json` there."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+    # --- models and files -----------------------------------------------------------------------------------------
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own model from under what `prepare` put around it."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the model's whole state, with the names the user's own model gives."""
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Save an object to disk once: on the main process, or once per host with `save_on_each_node`."""
+        save(
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
+        """Return a loader like this one that starts after its first batches."""
+        skipped = skip_first_batches(dataloader, num_batches)
+        skipped.gradient_state = self.gradient_state
+        return skipped
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget everything that was prepared and give memory back; returns a None for every object."""
+        self._models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._dataloaders.clear()
+        self.window.reset()
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish the run: wait for the others and leave the process group."""
+        self.wait_for_everyone()
+        self.state.destroy_process_group()
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator(rank {self.process_index} of {self.num_processes} on {self.device}, "
+            f"mixed_precision={self.mixed_precision!r}, "
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps})"
+        )
+
+
+class _Handlers:
+    """The `kwargs_handlers` argument: at most one of each kind, and none that nobody reads."""
+
+    def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
+        self._by_type: dict[type, KwargsHandler] = {}
+        for handler in handlers:
+            if not isinstance(handler, KwargsHandler):
+                raise TypeError(
+                    f"kwargs_handlers takes objects such as DistributedDataParallelKwargs(...), not {handler!r}."
+                )
+            if type(handler) in self._by_type:
+                raise ValueError(f"kwargs_handlers has two {type(handler).__name__}: give one.")
+            self._by_type[type(handler)] = handler
+
+    def take(self, kind: type[H]) -> H | None:
+        return cast("H | None", self._by_type.pop(kind, None))
+
+    def refuse_rest(self) -> None:
+        for kind in self._by_type:
+            raise UnsupportedSettingError(f"kwargs_handlers=[{kind.__name__}()]", NOT_YET, "Leave it out.")
+
+
+def _refuse_what_has_not_landed(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
+
+
+def _is_prepared(obj: Any) -> bool:
+    if isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderShard)):
+        return True
+    return isinstance(obj, nn.Module) and getattr(obj, "_is_accelerate_prepared", False)
+
+
+def _is_scheduler(obj: Any) -> bool:
+    """Recognise a scheduler by what it can do, so that those of other libraries count too."""
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return True
+    return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict")) and (
+        hasattr(obj, "get_last_lr") or hasattr(obj, "optimizer")
+    )

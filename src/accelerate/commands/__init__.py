@@ -1,0 +1,1 @@
+"""The `accelerate` command: one file per verb."""

@@ -1,0 +1,64 @@
+"""A logger that speaks once per run instead of once per process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from functools import lru_cache
+from typing import Any
+
+from .config.environment import read_setting
+from .runtime.process import ProcessInfo
+from .runtime.runtime import Runtime
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take `main_process_only` (default True) and `in_order`.
+
+    It also works before any state exists: then the launcher's variables tell which process this is.
+    """
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+        """Leave message and arguments as they are."""
+        return msg, kwargs
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log on the main process, on every process (`main_process_only=False`), or rank by rank (`in_order=True`)."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # the line to show is the user's, not ours
+        runtime = Runtime.existing()
+        if in_order and not main_process_only and runtime is not None:
+            for rank in range(runtime.num_processes):
+                if rank == runtime.process_index:
+                    self._emit(level, msg, *args, **kwargs)
+                runtime.barrier()
+        elif not main_process_only or _rank(runtime) == 0:
+            self._emit(level, msg, *args, **kwargs)
+
+    def _emit(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        if self.isEnabledFor(level):
+            message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
+            self.logger.log(level, message, *args, **kwargs)
+
+    @lru_cache(None)  # noqa: B019  one adapter per logger lives as long as the process
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn, but only the first time with these arguments."""
+        self.warning(*args, **kwargs)
+
+
+def _rank(runtime: Runtime | None) -> int:
+    return ProcessInfo.from_environment().rank if runtime is None else runtime.process_index
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return a logger for a training script.
+
+    The level is `log_level`, or the environment's `ACCELERATE_LOG_LEVEL`, or what the logging module was set to.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or read_setting("log_level")
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

@@ -1,0 +1,150 @@
+"""A prepared optimizer: steps only when an accumulation window closes, and through the loss scaler in fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .parallel.base import move_optimizer_state
+from .runtime.gradient_state import GradientState
+from .runtime.nested import send_to_device
+from .runtime.runtime import Runtime
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Move every tensor of an optimizer state to a device."""
+    return send_to_device(state, device)
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer that a plain training loop can step and zero on every micro-batch.
+
+    While gradients accumulate, `step` and `zero_grad` do nothing. `step_was_skipped` tells whether the last `step` was
+    left out because an fp16 gradient overflowed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self._step_was_skipped = False
+        self._stepped = False
+        if scaler is not None:
+            optimizer.register_step_post_hook(self._note_step)
+            if hasattr(scaler, "num_optimizers"):
+                scaler.num_optimizers += 1
+        if device_placement:
+            move_optimizer_state(optimizer, Runtime.current().device)
+
+    # The wrapped optimizer owns the state; Optimizer.__init__ is not called.
+
+    @property
+    def state(self) -> Any:
+        """Return the per-parameter state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the default options."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; torch puts it where the parameters are."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Switch a schedule-free optimizer to training."""
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        """Switch a schedule-free optimizer to evaluation."""
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless they are still accumulating."""
+        if self.gradient_state.sync_gradients:
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters, unless gradients are still accumulating."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self.scaler is None:
+            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        return self._scaled_step(self.scaler, closure)
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:
+        if not scaler.is_enabled():
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        # A fused optimizer decides inside its kernel, so only the scale tells; others just do not step.
+        decides_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        scale_before = scaler.get_scale() if decides_itself else 0.0
+        self._stepped = False
+        result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
+        scaler.update()
+        self._step_was_skipped = scaler.get_scale() < scale_before if decides_itself else not self._stepped
+        return result
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Tell whether the last step was left out because of an overflow."""
+        return self._step_was_skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the wrapper's own attributes; `gradient_state` belongs to the process."""
+        return {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gradient_state = GradientState()
+
+    def __getattr__(self, name: str) -> Any:
+        """Hand on what only the wrapped optimizer knows."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"

@@ -1,0 +1,1 @@
+"""One strategy per way of spreading a model over processes."""

@@ -1,0 +1,113 @@
+"""What a way of spreading a model must offer: `Strategy`, its `Capabilities`, and the `Bundle` it prepares."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..runtime.nested import recursively_apply
+from ..runtime.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What the façade may ask a strategy for, instead of asking which one it is."""
+
+    joint_prepare: bool = False
+    """Model and optimizer must arrive in one `prepare` call."""
+    defers_sync: bool = False
+    """Gradients can be accumulated without being reduced (`no_sync`)."""
+
+
+@dataclass(kw_only=True)
+class Bundle:
+    """Everything that one `prepare` call brought for a strategy to work on."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    place_models: list[bool] = field(default_factory=list)
+    """For each model, whether to move it to the device."""
+    evaluation: bool = False
+    """The models will not be trained: nothing needs to be synchronised."""
+
+
+class Strategy(ABC):
+    """A way of spreading a model over the processes of a `Runtime`."""
+
+    capabilities: Capabilities
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        # A parameter that was replaced -> the one that took its place.
+        self._successors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Place and wrap the models, then bind the optimizers to the parameters the models now have."""
+        models = []
+        for model, place in zip(bundle.models, bundle.place_models, strict=True):
+            if place:
+                self._place(model)
+            models.append(model if bundle.evaluation else self.wrap(model))
+        for optimizer in bundle.optimizers:
+            self._rebind(optimizer)
+        return Bundle(
+            models=models,
+            optimizers=bundle.optimizers,
+            place_models=bundle.place_models,
+            evaluation=bundle.evaluation,
+        )
+
+    @abstractmethod
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as it will be trained."""
+
+    @property
+    def num_gradient_shares(self) -> int:
+        """Return over how many data-parallel processes gradients are averaged."""
+        return self.runtime.num_processes
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward passes leave gradients unreduced."""
+        return nullcontext()
+
+    def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which a backward pass reduces gradients again, although the forward ran in no_sync."""
+        return nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; return the norm they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def _place(self, model: nn.Module) -> None:
+        """Move a model to the device, remembering which parameters had to be replaced by new objects."""
+        before = list(model.parameters())
+        model.to(self.runtime.device)
+        for old, new in zip(before, model.parameters(), strict=True):
+            if old is not new:
+                self._successors[old] = new
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Point an optimizer at the successors of its parameters, and bring its state along."""
+        if self._successors:
+            for group in optimizer.param_groups:
+                group["params"] = [self._successors.get(param, param) for param in group["params"]]
+            for param in list(optimizer.state):
+                successor = self._successors.get(param, param) if isinstance(param, Tensor) else param
+                if successor is not param:
+                    optimizer.state[successor] = optimizer.state.pop(param)
+        move_optimizer_state(optimizer, self.runtime.device)
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Put an optimizer's moments where its parameters are; step counters stay where the optimizer keeps them."""
+    for param, state in optimizer.state.items():
+        target = param.device if isinstance(param, Tensor) else device
+        for name, value in state.items():
+            if name != "step":
+                state[name] = recursively_apply(lambda tensor, target=target: tensor.to(target), value)

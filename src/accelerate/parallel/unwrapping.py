@@ -1,0 +1,44 @@
+"""The way back from a prepared model to the user's own."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..precision.amp import remove_forward_wrapper
+
+_PARALLEL_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Tell whether this is what `torch.compile` returned for a module."""
+    return hasattr(module, "_orig_mod")
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Return the user's model from under parallel wrappers.
+
+    `keep_fp32_wrapper=False` also gives the model its own forward back, without autocast; `keep_torch_compile=False`
+    returns the module that was compiled; `recursive` also looks inside the model's children.
+    """
+    compiled = None
+    if is_compiled_module(model):
+        compiled, model = model, model._orig_mod  # type: ignore[assignment]
+    while isinstance(model, _PARALLEL_WRAPPERS):
+        model = model.module
+        if is_compiled_module(model):
+            compiled, model = model, model._orig_mod  # type: ignore[assignment]
+    if recursive:
+        for name, child in model.named_children():
+            setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+    if not keep_fp32_wrapper:
+        remove_forward_wrapper(model)
+    if keep_torch_compile and compiled is not None:
+        compiled._orig_mod = model
+        return compiled
+    return model

@@ -1,0 +1,105 @@
+"""fp16 and bf16 through `torch.autocast`; fp16 also scales the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.plugins import AutocastKwargs, GradScalerKwargs
+from ..runtime.device import supports_low_precision
+from ..runtime.nested import convert_to_fp32
+from .full import FullPrecision
+from .scaler import SharedGradScaler
+
+
+class AutocastForward:
+    """A model's forward pass under autocast, its outputs turned back to fp32.
+
+    Building a `torch.autocast` costs more than entering one, so idle ones are kept; a nested or concurrent call
+    finds none idle and builds its own.
+    """
+
+    def __init__(self, forward: Callable[..., Any], autocast: Callable[[], torch.autocast]) -> None:
+        self.forward = forward
+        self.autocast = autocast
+        self._idle: list[torch.autocast] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        if torch.compiler.is_compiling():  # the compiler knows how to trace a fresh context, not a kept one
+            with self.autocast():
+                return convert_to_fp32(self.forward(*args, **kwargs))
+        try:
+            context = self._idle.pop()
+        except IndexError:
+            context = self.autocast()
+        try:
+            with context:
+                outputs = self.forward(*args, **kwargs)
+        finally:
+            self._idle.append(context)
+        return convert_to_fp32(outputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the idle contexts; a bound forward follows the copied model."""
+        return {"forward": self.forward, "autocast": self.autocast}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class AmpPrecision(FullPrecision):
+    """Compute in fp16 or bf16 where autocast finds it safe; parameters and outputs stay fp32."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        autocast: AutocastKwargs,
+        scaler: GradScalerKwargs | None = None,
+    ) -> None:
+        if not supports_low_precision(device, dtype):
+            raise ValueError(f"{device} cannot compute in {dtype}: use mixed_precision fp16 or no.")
+        self.dtype = dtype
+        self.device_type = device.type
+        self.autocast_handler = autocast
+        if scaler is not None:
+            self.scaler = SharedGradScaler(device.type, **scaler.to_dict())
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Put autocast around the model's forward; the original stays at `_original_forward`."""
+        model._original_forward = model.forward  # type: ignore[assignment]
+        model.forward = AutocastForward(model.forward, self._autocast_of(self.autocast_handler))
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Put the model's own forward back."""
+        remove_forward_wrapper(model)
+
+    def _autocast_of(self, handler: AutocastKwargs) -> Callable[[], torch.autocast]:
+        return partial(torch.autocast, self.device_type, dtype=self.dtype, **handler.to_dict())
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        """Return a fresh autocast context."""
+        return self._autocast_of(handler or self.autocast_handler)()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale the loss in fp16, so that small gradients survive."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+
+def remove_forward_wrapper(model: nn.Module) -> None:
+    """Give a model its own forward back, whoever wrapped it."""
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    is_class_forward = isinstance(original, MethodType) and original.__func__ is type(model).forward
+    if is_class_forward:
+        del model.__dict__["forward"]
+    else:
+        model.forward = original

@@ -1,0 +1,34 @@
+"""Full precision: nothing is cast, nothing is scaled. The contract that other formats refine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config.plugins import AutocastKwargs
+
+
+class FullPrecision:
+    """Compute in the parameters' own number format."""
+
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss, where the format needs it."""
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Make the model's forward pass compute in this format, in place."""
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Undo `wrap_forward`."""
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        """Return a context in which operations compute in this format."""
+        return nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        return loss

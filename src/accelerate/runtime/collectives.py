@@ -1,0 +1,182 @@
+"""What the processes do together, over nested containers: gather, reduce, broadcast, pad.
+
+Every operation is a no-op on a single process. In debug mode (`ACCELERATE_DEBUG_MODE=1`) the ranks first compare
+what they bring, and a difference is an error that lists every rank instead of a hang or a corrupted result.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DistributedOperationException
+from .nested import leaves, recursively_apply
+from .runtime import Runtime
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Warn that a nested (jagged) tensor was not padded."""
+
+
+def _signature(data: Any) -> list[str]:
+    """Describe a nested container so that two ranks can compare what they bring."""
+    return [
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf).__name__
+        for leaf in leaves(data)
+    ]
+
+
+def verify_operation(function: F) -> F:
+    """Compare the first argument across ranks before the operation runs, in debug mode only."""
+
+    @functools.wraps(function)
+    def checked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = Runtime.current()
+        if runtime.debug and runtime.num_processes > 1:
+            _require_agreement(function.__name__, _signature(tensor), runtime)
+        return function(tensor, *args, **kwargs)
+
+    return cast(F, checked)
+
+
+def _require_agreement(operation: str, mine: list[str], runtime: Runtime) -> None:
+    per_rank: list[Any] = [None] * runtime.num_processes
+    dist.all_gather_object(per_rank, mine)
+    if all(theirs == per_rank[0] for theirs in per_rank):
+        return
+    table = "\n".join(f"  rank {rank}: {', '.join(theirs)}" for rank, theirs in enumerate(per_rank))
+    raise DistributedOperationException(
+        f"{operation}() needs the same shapes and types on every rank, rank {runtime.process_index} sees:\n{table}\n"
+        "Make the shapes equal with accelerator.pad_across_processes(), or use gather_object() for ragged data.",
+        per_rank,
+    )
+
+
+def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+    gathered = tensor.new_empty((dist.get_world_size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.detach())
+    return gathered
+
+
+_gather_tensor.__name__ = "gather"
+
+
+@verify_operation
+def gather(tensor: Any) -> Any:
+    """Concatenate the tensors of all ranks, in rank order, along the first dimension.
+
+    0-dimensional tensors become one-dimensional. Shapes must agree: see `pad_across_processes`.
+    """
+    if Runtime.current().num_processes == 1:
+        return tensor
+    if isinstance(tensor, torch.Tensor):
+        return _gather_tensor(tensor)
+    return recursively_apply(_gather_tensor, tensor, error_on_other_type=True)
+
+
+def gather_object(object: Any) -> Any:
+    """Gather picklable objects: a list from each rank becomes one list, in rank order."""
+    runtime = Runtime.current()
+    if runtime.num_processes == 1:
+        return object
+    gathered: list[Any] = [None] * runtime.num_processes
+    dist.all_gather_object(gathered, object)
+    return [item for items in gathered for item in items]
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
+    """Sum or average the tensors of all ranks; every rank receives the result, times `scale`."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduce() was given reduction={reduction!r}: use "mean", "sum" or "none".')
+    world_size = Runtime.current().num_processes
+
+    def reduce_tensor(leaf: torch.Tensor) -> torch.Tensor:
+        reduced = leaf.detach().clone() if world_size > 1 else leaf
+        if world_size > 1 and reduction != "none":
+            dist.all_reduce(reduced)
+        if reduction == "mean" and world_size > 1:
+            reduced = reduced / world_size
+        return reduced if scale == 1.0 else reduced * scale
+
+    reduce_tensor.__name__ = "reduce"
+    return recursively_apply(reduce_tensor, tensor, error_on_other_type=True)
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every rank the tensors of one rank. The tensors are overwritten in place and returned."""
+    if Runtime.current().num_processes == 1:
+        return tensor
+
+    def broadcast_tensor(leaf: torch.Tensor) -> torch.Tensor:
+        buffer = leaf.contiguous()
+        dist.broadcast(buffer, src=from_process)
+        return leaf if buffer is leaf else leaf.copy_(buffer)
+
+    broadcast_tensor.__name__ = "broadcast"
+    return recursively_apply(broadcast_tensor, tensor, error_on_other_type=True)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite a list of picklable objects with that of one rank, on every rank."""
+    if Runtime.current().num_processes > 1:
+        dist.broadcast_object_list(object_list, src=from_process)
+    return object_list
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad the tensors of all ranks along one dimension to the longest, so that they can be gathered."""
+    world_size = Runtime.current().num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if getattr(leaf, "is_nested", False):
+            warnings.warn(
+                "A nested tensor was left as it is: pad it with torch.nested.to_padded_tensor() first.",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            return leaf
+        if not -leaf.dim() <= dim < leaf.dim():
+            return leaf
+        axis = dim % leaf.dim()
+        length = torch.tensor([leaf.shape[axis]], device=leaf.device)
+        longest = int(_gather_tensor(length).max())
+        if longest == leaf.shape[axis]:
+            return leaf
+        padded = leaf.new_full((*leaf.shape[:axis], longest, *leaf.shape[axis + 1 :]), pad_index)
+        start = longest - leaf.shape[axis] if pad_first else 0
+        padded.narrow(axis, start, leaf.shape[axis]).copy_(leaf)
+        return padded
+
+    pad.__name__ = "pad_across_processes"
+    return tensor if world_size == 1 else recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last row of every tensor until the batch divides by the number of processes."""
+    missing = -batch_size % num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0 or leaf.shape[dim] != batch_size:
+            return leaf
+        last = leaf.narrow(dim, batch_size - 1, 1)
+        return torch.cat([leaf, *([last] * missing)], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def gather_tensor_shape(tensor: torch.Tensor) -> list[list[int]]:
+    """Return the shape of the tensor on every rank."""
+    shapes: list[Any] = [list(tensor.shape)]
+    return cast("list[list[int]]", gather_object(shapes))

@@ -1,0 +1,106 @@
+"""Who this process is, from the variables of whoever started it. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+
+from ..config import environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """The place of one process among all processes of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str | None = None
+    """Who started the processes, or None for a single process."""
+    master_addr: str | None = None
+    """Where the processes meet, if the launcher did not say so itself."""
+    master_port: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> ProcessInfo:
+        """Read torchrun's, an MPI's or Slurm's variables; without any this is a single process."""
+        for launcher in environment.LAUNCHERS:
+            found = launcher.read()
+            if found is not None:
+                return _from_launcher(launcher.name, found)
+        return cls()
+
+
+def _from_launcher(name: str, found: dict[str, str]) -> ProcessInfo:
+    try:
+        numbers = {key: int(value) for key, value in found.items()}
+    except ValueError as error:
+        raise ValueError(f"{name} started this process with rank variables that are not numbers: {found}.") from error
+    rank, world_size = numbers["rank"], numbers["world_size"]
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{name} says this is rank {rank} of {world_size} processes; ranks go from 0 to {world_size - 1}. "
+            "Check RANK and WORLD_SIZE, or start the script with torchrun, which sets them."
+        )
+    local_world_size = numbers.get("local_world_size")
+    if local_world_size is None:
+        local_world_size = _slurm_local_world_size() if name == "Slurm" else world_size
+    local_rank = numbers.get("local_rank", rank % local_world_size)
+    info = ProcessInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        launcher=name,
+    )
+    if world_size == 1 or name == "torchrun":
+        return info
+    return replace(
+        info,
+        master_addr=environment.read("MASTER_ADDR") or _first_host(name, world_size, local_world_size),
+        master_port=int(environment.read("MASTER_PORT") or _port_of_this_job()),
+    )
+
+
+def _slurm_local_world_size() -> int:
+    """Read this node's number of tasks from a list such as `2(x3),1`."""
+    groups = environment.read(environment.SLURM_TASKS_PER_NODE) or "1"
+    node = int(environment.read(environment.SLURM_NODE_ID) or 0)
+    counts: list[int] = []
+    for group in groups.split(","):
+        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        if matched is None:
+            raise ValueError(f"{environment.SLURM_TASKS_PER_NODE}={groups!r} cannot be read: expected `2(x3),1`.")
+        counts.extend([int(matched[1])] * int(matched[2] or 1))
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def _first_host(launcher: str, world_size: int, local_world_size: int) -> str:
+    if local_world_size == world_size:
+        return "127.0.0.1"
+    nodes = environment.read(environment.SLURM_NODE_LIST)
+    if launcher == "Slurm" and nodes:
+        return first_slurm_host(nodes)
+    raise ValueError(
+        f"{launcher} started {world_size} processes on several hosts, but not where they can meet: "
+        "set MASTER_ADDR to a host name or address that every process can reach (mpirun -x MASTER_ADDR=...)."
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """Return the first name of a Slurm node list such as `gpu[003-007,9],login1`."""
+    matched = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if matched is None:
+        raise ValueError(f"The Slurm node list {nodes!r} cannot be read.")
+    return matched[1] + (matched[2] or "") + (matched[3] or "")
+
+
+def _port_of_this_job() -> int:
+    """Pick a port that all processes of the job agree on and that other jobs rarely share."""
+    for variable in environment.JOB_NUMBERS:
+        job = environment.read(variable)
+        if job:
+            return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 20000
+    return 29500

@@ -1,0 +1,72 @@
+"""Seeds and generator state, the same on every process where they must be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..config.enums import RNGType
+from . import device as devices
+from .collectives import broadcast
+from .runtime import Runtime
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's and torch's generators, those of the accelerators included.
+
+    `device_specific` adds the rank, so that each process draws its own numbers; `deterministic` also asks torch for
+    deterministic algorithms.
+    """
+    if device_specific:
+        seed += Runtime.current().process_index
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
+    torch.manual_seed(seed)
+    devices.seed_all(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Give every process the state of one generator of rank 0."""
+    runtime = Runtime.current()
+    if runtime.num_processes == 1:
+        return
+    kind = RNGType(str(rng_type)) if rng_type is not None else RNGType.TORCH
+    if kind == RNGType.TORCH:
+        torch.set_rng_state(_from_rank_zero(torch.get_rng_state(), runtime))
+    elif kind == RNGType.GENERATOR:
+        if generator is None:
+            raise ValueError('synchronize_rng_state("generator") needs the generator to synchronise.')
+        generator.set_state(_from_rank_zero(generator.get_state(), runtime))
+    elif str(kind) == runtime.device.type:
+        state = devices.get_device_rng_state(runtime.device)
+        devices.set_device_rng_state(_from_rank_zero(state, runtime), runtime.device)
+    else:
+        raise ValueError(
+            f"Rank {runtime.process_index} was asked to synchronise the {kind} generator, but runs on {runtime.device}."
+        )
+
+
+def synchronize_rng_states(rng_types: Sequence[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """Give every process the state of several generators of rank 0."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator=generator)
+
+
+def shared_seed() -> int:
+    """Draw a seed from torch's generator as a `RandomSampler` would, and return rank 0's on every rank."""
+    seed = torch.empty((), dtype=torch.int64).random_()
+    runtime = Runtime.current()
+    if runtime.num_processes > 1:
+        seed = _from_rank_zero(seed, runtime)
+    return int(seed.item())
+
+
+def _from_rank_zero(state: torch.Tensor, runtime: Runtime) -> torch.Tensor:
+    """Broadcast a small CPU tensor by way of the device, which every process group can reach."""
+    received: torch.Tensor = broadcast(state.to(runtime.device))
+    return received.cpu()

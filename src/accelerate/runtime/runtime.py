@@ -1,0 +1,154 @@
+"""The one owner of process state: who this process is, its device and its process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from ..config.enums import DistributedType
+from ..config.environment import read, read_setting
+from ..config.plugins import InitProcessGroupKwargs
+from ..errors import RuntimeConflictError
+from . import device as devices
+from .process import ProcessInfo
+
+
+class Runtime:
+    """A process that knows its rank, its device and how to meet the others.
+
+    There is one at a time. `PartialState` and `AcceleratorState` are views of it; code inside the library asks
+    `Runtime.current()`.
+    """
+
+    _current: ClassVar[Runtime | None] = None
+
+    def __init__(self, *, cpu: bool = False, init_handler: InitProcessGroupKwargs | None = None) -> None:
+        self.cpu = cpu or bool(read_setting("cpu"))
+        self.debug = bool(read_setting("debug"))
+        self.fork_launched = bool(read_setting("fork_launched"))
+        self.owns_group = False
+        self.backend: str | None = None
+        self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
+        self.process = _process_info()
+        self.device = devices.device_for(
+            local_rank=self.process.local_rank,
+            world_size=self.process.world_size,
+            cpu=self.cpu,
+            requested=read_setting("device"),
+        )
+        devices.activate(self.device)
+        self.num_processes = self.process.world_size
+        self.process_index = self.process.rank
+        self.local_process_index = self.process.local_rank
+        self.distributed_type: DistributedType = DistributedType.NO
+        if self.num_processes > 1:
+            self._join_group(init_handler or InitProcessGroupKwargs())
+            self.distributed_type = devices.distributed_type_of(self.device)
+
+    @classmethod
+    def current(cls) -> Runtime:
+        """Return the runtime of this process, starting it on first use."""
+        return cls._current if cls._current is not None else cls.start()
+
+    @classmethod
+    def existing(cls) -> Runtime | None:
+        """Return the runtime if it was started, without starting it."""
+        return cls._current
+
+    @classmethod
+    def start(cls, *, cpu: bool = False, init_handler: InitProcessGroupKwargs | None = None) -> Runtime:
+        """Start the runtime, or return the running one if it fits what is asked for now."""
+        running = cls._current
+        if running is None:
+            cls._current = running = cls(cpu=cpu, init_handler=init_handler)
+        elif cpu and not devices.is_cpu(running.device):
+            raise RuntimeConflictError(
+                f"Rank {running.process_index} already runs on {running.device}; cpu=True came later and one process "
+                "has one device. Pass cpu=True to the first Accelerator or PartialState, or call "
+                "PartialState._reset_state() before this one."
+            )
+        return running
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget the runtime; a process group it created is closed."""
+        running, cls._current = cls._current, None
+        if running is not None:
+            running.leave_group()
+
+    def _join_group(self, handler: InitProcessGroupKwargs) -> None:
+        if not dist.is_initialized():
+            options: dict[str, Any] = {}
+            if handler.timeout is not None:
+                options["timeout"] = handler.timeout
+            if handler.init_method is not None:
+                options["init_method"] = handler.init_method
+            elif self.process.master_addr is not None:
+                options["init_method"] = f"tcp://{self.process.master_addr}:{self.process.master_port}"
+            if "init_method" in options:
+                options |= {"rank": self.process_index, "world_size": self.num_processes}
+            bound = devices.group_device(self.device)
+            if bound is not None:
+                options["device_id"] = bound
+            backend = devices.collective_backend(self.device, handler.backend)
+            dist.init_process_group(backend, **options)
+            self.owns_group = True
+            self.backend = backend.rpartition(":")[2]
+        else:
+            self.backend = dist.get_backend()
+
+    def leave_group(self) -> None:
+        """Close the process group, if this runtime opened it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False
+
+    @property
+    def is_main_process(self) -> bool:
+        """Tell whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Tell whether this is the first process of its host."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Tell whether this is the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.num_processes > 1:
+            dist.barrier()
+
+    @contextmanager
+    def ahead(self, goes_first: bool) -> Iterator[None]:
+        """Let the processes with `goes_first` run the block before the others.
+
+        If the block raises on a process that goes first, the others are still released, so that its error and not
+        a hang is what people see.
+        """
+        if not goes_first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if goes_first:
+                self.barrier()
+
+
+def _process_info() -> ProcessInfo:
+    """Trust a process group that the user has opened; else read the launcher's variables."""
+    info = ProcessInfo.from_environment()
+    if dist.is_available() and dist.is_initialized() and info.launcher is None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local = int(read("LOCAL_RANK") or rank)
+        return ProcessInfo(
+            rank=rank, world_size=world_size, local_rank=local, local_world_size=world_size, launcher="user"
+        )
+    return info

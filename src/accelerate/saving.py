@@ -1,0 +1,53 @@
+"""Save one object to one file: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .runtime.runtime import Runtime
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Save an object on the main process, or on the first process of every host with `save_on_each_node`.
+
+    The file appears only when it is complete. `safe_serialization` writes a dict of tensors as safetensors.
+    """
+    runtime = Runtime.current()
+    if not (runtime.is_local_main_process if save_on_each_node else runtime.is_main_process):
+        return
+    path = os.fspath(f)
+    partial = f"{path}.partial-{os.getpid()}"
+    try:
+        if safe_serialization:
+            save_file(clean_state_dict_for_safetensors(obj), partial, metadata={"format": "pt"})
+        else:
+            torch.save(obj, partial)
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a dict that safetensors accepts: contiguous tensors, each memory stored under one name.
+
+    Of tied weights the first name is kept; a model that ties them restores the others when it loads.
+    """
+    others = sorted(name for name, value in state_dict.items() if not isinstance(value, Tensor))
+    if others:
+        raise TypeError(
+            f"safe_serialization stores tensors only, and these entries are not: {', '.join(others[:5])}. "
+            "Remove them, or save with safe_serialization=False."
+        )
+    kept: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state_dict.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        kept.setdefault(place, name)
+    return {name: state_dict[name].detach().clone(memory_format=torch.contiguous_format) for name in kept.values()}

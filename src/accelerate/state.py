@@ -1,0 +1,321 @@
+"""`PartialState`, `AcceleratorState`, `GradientState`: views with the published shape, of the one `Runtime`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .config.enums import DistributedType
+from .config.plugins import InitProcessGroupKwargs
+from .config.settings import TrainingSettings
+from .data.splitting import share_of
+from .runtime import device as devices
+from .runtime.gradient_state import GradientState
+from .runtime.runtime import Runtime
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "do_nothing", "is_initialized"]
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take anything and do nothing: what a guarded function is on the other processes."""
+
+
+def is_initialized() -> bool:
+    """Tell whether an `Accelerator` or `AcceleratorState` exists in this process."""
+    runtime = Runtime.existing()
+    return runtime is not None and runtime.training is not None
+
+
+class _SharedState:
+    """Answer `PartialState._shared_state` with the facts of the runtime: empty while there is none."""
+
+    def __get__(self, instance: object, owner: type[PartialState]) -> dict[str, Any]:
+        runtime = Runtime.existing()
+        return {} if runtime is None else owner._facts(runtime)
+
+
+class PartialState:
+    """What this process knows of itself and how it waits for the others.
+
+    Usable without an `Accelerator`; making one starts the process group if a launcher started several processes.
+    """
+
+    _shared_state = _SharedState()
+    _runtime: Runtime
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self._runtime = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
+
+    @staticmethod
+    def _facts(runtime: Runtime) -> dict[str, Any]:
+        return {
+            "_cpu": runtime.cpu,
+            "backend": runtime.backend,
+            "device": runtime.device,
+            "debug": runtime.debug,
+            "distributed_type": runtime.distributed_type,
+            "num_processes": runtime.num_processes,
+            "process_index": runtime.process_index,
+            "local_process_index": runtime.local_process_index,
+            "fork_launched": runtime.fork_launched,
+        }
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget who this process is; a process group that was opened here is closed."""
+        Runtime.reset()
+
+    @property
+    def initialized(self) -> bool:
+        """Tell whether the process knows its place."""
+        return Runtime.existing() is self._runtime
+
+    @property
+    def _cpu(self) -> bool:
+        return self._runtime.cpu
+
+    @property
+    def backend(self) -> str | None:
+        """Return the collective backend of the device, or None on a single process."""
+        return self._runtime.backend
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return self._runtime.device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._runtime.device = device
+
+    @property
+    def default_device(self) -> torch.device:
+        """Return the accelerator of this machine, or the CPU."""
+        return devices.default_device()
+
+    @property
+    def debug(self) -> bool:
+        """Tell whether collectives compare shapes first."""
+        return self._runtime.debug
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Return how the processes work together."""
+        return self._runtime.distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, distributed_type: DistributedType) -> None:
+        self._runtime.distributed_type = distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes."""
+        return self._runtime.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Return the rank of this process."""
+        return self._runtime.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Return the rank of this process on its host."""
+        return self._runtime.local_process_index
+
+    @property
+    def fork_launched(self) -> bool:
+        """Tell whether a notebook launcher forked this process."""
+        return self._runtime.fork_launched
+
+    @property
+    def use_distributed(self) -> bool:
+        """Tell whether there are several processes."""
+        return self._runtime.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Tell whether this is rank 0."""
+        return self._runtime.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Tell whether this is the first process of its host."""
+        return self._runtime.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Tell whether this is the highest rank."""
+        return self._runtime.is_last_process
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        self._runtime.barrier()
+
+    def set_device(self) -> None:
+        """Make this process's device the current one of its kind."""
+        devices.activate(self._runtime.device)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Close a process group: the given one, or that of this process."""
+        if group is not None:
+            dist.destroy_process_group(group)
+        else:
+            self._runtime.leave_group()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's part of a list, tuple, tensor, data set, or dict of equally long ones.
+
+        The first processes get one element more where it does not divide; `apply_padding` repeats the last element so
+        that all parts are equally long and can be gathered.
+        """
+        yield share_of(inputs, self.num_processes, self.process_index, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Let rank 0 run the block before the others."""
+        return self._runtime.ahead(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Let the first process of every host run the block before the others."""
+        return self._runtime.ahead(self.is_local_main_process)
+
+    def on_main_process(self, function: F | None = None) -> Any:
+        """Run the decorated function on rank 0 only."""
+        return self._only_where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: F | None = None) -> Any:
+        """Run the decorated function once per host."""
+        return self._only_where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: F) -> Any:
+        """Run the decorated function on the highest rank only."""
+        return self._only_where(lambda: self.is_last_process, function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Run the decorated function on one rank only."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return self._only_where(lambda: self.process_index == process_index, function)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Run the decorated function on one local rank of every host only."""
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only_where(lambda: self.local_process_index == local_process_index, function)
+
+    def _only_where(self, here: Callable[[], bool], function: F | None) -> Any:
+        if function is None:
+            return partial(self._only_where, here)
+
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() else None
+
+        return guarded
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per host."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """A `PartialState` that also knows what one Accelerator was asked for.
+
+    Every `Accelerator` opens a record of its own, so two of them in one process may differ. `AcceleratorState()`
+    without arguments looks at the newest record, from wherever it is called.
+    """
+
+    _mixed_precision: str
+    deepspeed_plugin: Any
+    fsdp_plugin: Any
+    parallelism_config: Any
+    device_mesh: Any
+    is_fsdp2: bool
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        runtime = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
+        if runtime.training is None or mixed_precision is not None or _from_accelerator:
+            settings = TrainingSettings.from_arguments(
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=1,
+                gradient_accumulation_plugin=None,
+            )
+            runtime.training = {
+                "_runtime": runtime,
+                "_mixed_precision": settings.mixed_precision,
+                "dynamo_plugin": dynamo_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": None,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+                "device_mesh": None,
+                "is_fsdp2": False,
+            }
+        self.__dict__ = runtime.training
+
+    @staticmethod
+    def _facts(runtime: Runtime) -> dict[str, Any]:
+        if runtime.training is None:
+            return {}
+        own = {name: value for name, value in runtime.training.items() if name != "_runtime"}
+        return PartialState._facts(runtime) | own
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the newest Accelerator's settings, and with `reset_partial_state` the process's place too."""
+        runtime = Runtime.existing()
+        if runtime is not None:
+            runtime.training = None
+        if reset_partial_state:
+            Runtime.reset()
+
+    @property
+    def initialized(self) -> bool:
+        """Tell whether this is a live record."""
+        return super().initialized and is_initialized()
+
+    @property
+    def mixed_precision(self) -> str:
+        """Return the number format of the forward pass."""
+        return self._mixed_precision
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+
+
+def _init_handler(kwargs: dict[str, Any]) -> InitProcessGroupKwargs | None:
+    """Read the process-group options that `PartialState` takes by name."""
+    known = {name: kwargs[name] for name in ("backend", "init_method", "timeout") if name in kwargs}
+    return InitProcessGroupKwargs(**known) if known else None

@@ -1,0 +1,39 @@
+"""Published path of the plugins and choices; they live in `accelerate.config`."""
+
+from ..config.enums import (
+    BaseEnum,
+    DDPCommunicationHookType,
+    DistributedType,
+    PrecisionType,
+    RNGType,
+)
+from ..config.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from ..runtime.nested import TensorInformation
+
+__all__ = [
+    "AutocastKwargs",
+    "BaseEnum",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TensorInformation",
+]

@@ -1,0 +1,19 @@
+"""Published path of what fits nowhere else."""
+
+from ..parallel.unwrapping import extract_model_from_parallel, is_compiled_module
+from ..runtime.runtime import Runtime
+from ..saving import clean_state_dict_for_safetensors, save
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has come here."""
+    Runtime.current().barrier()
+
+
+__all__ = [
+    "clean_state_dict_for_safetensors",
+    "extract_model_from_parallel",
+    "is_compiled_module",
+    "save",
+    "wait_for_everyone",
+]
