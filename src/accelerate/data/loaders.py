@@ -311,7 +311,7 @@ def _shared_out(
         return batch_sampler, None
     agreed: Any = synchronized(sampler, seedable=seedable, data_seed=data_seed)
     if agreed is not sampler:
-        batch_sampler = BatchSampler(agreed, batch_sampler.batch_size, batch_sampler.drop_last)  # type: ignore[arg-type]
+        batch_sampler = BatchSampler(agreed, batch_sampler.batch_size, batch_sampler.drop_last)
     elif num_processes > 1 and getattr(agreed, "generator", agreed) is None:
         agreed.generator = torch.Generator()  # a weighted or subset sampler would draw differently on each process
         agreed.generator.manual_seed(torch.random.initial_seed())

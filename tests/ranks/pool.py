@@ -1,0 +1,180 @@
+"""The parent's side: keep workers warm, hand them jobs, collect or explain what happens."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .worker import Job, Outcome
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS_TO_FOLLOW_A_FAILURE = 5.0
+
+
+class RankFailure(AssertionError):
+    """One or more ranks failed, or a world did not finish in time."""
+
+
+@dataclass
+class Worker:
+    """One warm process."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+
+    @classmethod
+    def start(cls, number: int, logs: Path) -> Worker:
+        ours, theirs = socket.socketpair()
+        log = logs / f"worker-{number}.log"
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks.worker", str(theirs.fileno())],
+                cwd=REPOSITORY,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        theirs.close()
+        return cls(process, Connection(ours.detach()), log)
+
+    def end(self) -> None:
+        """End a worker that may be stuck."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+    def retire(self) -> None:
+        """Let an idle worker finish by itself, so that it can write its coverage."""
+        self.connection.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@dataclass
+class WorkerPool:
+    """Warm workers, started when first needed and replaced after a failure that left any of them waiting."""
+
+    workers: list[Worker] = field(default_factory=list)
+    logs: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], kwargs: dict[str, Any], *, time_limit: float = 60.0
+    ) -> list[Any]:
+        """Run a function on `world_size` ranks; return their results or raise `RankFailure`."""
+        while len(self.workers) < world_size:
+            self.workers.append(Worker.start(len(self.workers), self.logs))
+        world = self.workers[:world_size]
+        starts = [worker.log.stat().st_size for worker in world]
+        port = str(_free_port())
+        for rank, worker in enumerate(world):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            worker.connection.send(Job(function.__module__, function.__qualname__, kwargs, environment))
+        outcomes, verdict = self._collect(world, time_limit)
+        failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
+        if not failed and verdict is None:
+            return [outcomes[rank].value for rank in range(world_size)]
+        raise RankFailure(self._report(function, world, starts, outcomes, verdict))
+
+    def _collect(self, world: list[Worker], time_limit: float) -> tuple[dict[int, Outcome], str | None]:
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + time_limit
+        failing_since: float | None = None
+        verdict: str | None = None
+        while len(outcomes) < len(world):
+            waiting = {world[rank].connection: rank for rank in range(len(world)) if rank not in outcomes}
+            for ready in wait(list(waiting), timeout=0.2):
+                rank = waiting[ready]  # type: ignore[index]
+                try:
+                    outcomes[rank] = world[rank].connection.recv()
+                except (EOFError, OSError):
+                    code = world[rank].process.wait()
+                    outcomes[rank] = Outcome(error=f"the process ended with exit code {code}")
+                if outcomes[rank].error is not None and failing_since is None:
+                    failing_since = time.monotonic()
+            now = time.monotonic()
+            if failing_since is not None and now > failing_since + SECONDS_TO_FOLLOW_A_FAILURE:
+                verdict = "the others were ended while they waited for it"
+            elif now > deadline:
+                verdict = f"not finished after {time_limit:g} s"
+            if verdict is not None and len(outcomes) < len(world):
+                self._show_stacks([world[rank] for rank in waiting.values() if rank not in outcomes])
+                break
+            verdict = None
+        if verdict is not None or any(worker.process.poll() is not None for worker in world):
+            self.close(kindly=False)
+        return outcomes, verdict
+
+    @staticmethod
+    def _show_stacks(workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+    @staticmethod
+    def _report(
+        function: Callable[..., Any],
+        world: list[Worker],
+        starts: list[int],
+        outcomes: dict[int, Outcome],
+        verdict: str | None,
+    ) -> str:
+        lines = [f"{function.__qualname__} on {len(world)} ranks" + (f": {verdict}" if verdict else "")]
+        for rank, worker in enumerate(world):
+            outcome = outcomes.get(rank)
+            if outcome is not None and outcome.error is None:
+                continue
+            lines.append(f"--- rank {rank} ---\n" + (outcome.error if outcome and outcome.error else "did not finish"))
+            with worker.log.open("rb") as log:
+                log.seek(starts[rank])
+                printed = log.read().decode(errors="replace").strip()
+            if printed:
+                lines.append(f"[rank {rank} printed]\n{printed[-4000:]}")
+        return "\n".join(lines)
+
+    def close(self, kindly: bool = True) -> None:
+        """Finish the workers; new ones start when needed."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            if kindly:
+                worker.retire()
+            else:
+                worker.end()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@functools.cache
+def shared_pool() -> WorkerPool:
+    """Return the pool of this test process."""
+    pool = WorkerPool()
+    atexit.register(pool.close)
+    return pool

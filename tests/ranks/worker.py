@@ -1,0 +1,86 @@
+"""A rank's side: wait for jobs, run each in a fresh world, tell how it went."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass
+class Job:
+    """A function by name, its arguments, and who the worker is for the time of the job."""
+
+    module: str
+    qualname: str
+    kwargs: dict[str, Any]
+    environment: dict[str, str]
+
+
+@dataclass
+class Outcome:
+    """What a rank returned, or the traceback it ended with."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def run(job: Job) -> Outcome:
+    """Run one job as a member of its world and leave no trace of it."""
+    before = dict(os.environ)
+    os.environ.update(job.environment)
+    try:
+        function: Any = importlib.import_module(job.module)
+        for part in job.qualname.split("."):
+            function = getattr(function, part)
+        return Outcome(value=getattr(function, "rank_body", function)(**job.kwargs))
+    except BaseException:
+        return Outcome(error=traceback.format_exc())
+    finally:
+        forget_everything()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def forget_everything() -> None:
+    """Close process groups and drop the library's state, as if the process were new."""
+    import torch.distributed as dist
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    GradientState._reset_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Serve jobs until the parent hangs up."""
+    connection = Connection(int(sys.argv[1]))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        outcome = run(job)
+        try:
+            connection.send(outcome)
+        except (TypeError, AttributeError, ValueError) as error:
+            connection.send(Outcome(error=f"the rank's result cannot be sent back: {error}"))
+
+
+if __name__ == "__main__":
+    from tests.ranks import worker
+
+    worker.main()  # the classes that travel belong to the importable module, not to __main__
