@@ -45,11 +45,20 @@ class AcceleratedScheduler:
         times = 1 if self.split_batches else Runtime.current().num_processes
         if times > 1:
             _tell_once(type(self.scheduler).__name__, times)
-        total_steps = getattr(self.scheduler, "total_steps", None)
         for _ in range(times):
-            # A schedule of fixed length ends with its last step, though the last round may hold more batches.
-            if total_steps is None or self.scheduler._step_count <= total_steps:
+            if not self._is_at_its_end(times):
                 self.scheduler.step(*args, **kwargs)
+
+    def _is_at_its_end(self, times: int) -> bool:
+        """Tell whether a schedule of fixed length has come to its last learning rate.
+
+        Rounds that were filled up hold more batches than the plain loop, so advancing by whole rounds would run past
+        the end, where a cosine rises again. One process may go there as the plain loop does, after its last step.
+        """
+        total_steps = getattr(self.scheduler, "total_steps", None)
+        if total_steps is None:
+            return False
+        return bool(self.scheduler._step_count > (total_steps if times == 1 else total_steps - 1))
 
     def get_last_lr(self) -> Any:
         """Return the current learning rates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -92,8 +93,13 @@ class WorkerPool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            worker.connection.send(Job(function.__module__, function.__qualname__, kwargs, environment))
-        outcomes, verdict = self._collect(world, time_limit)
+            job = Job(function.__module__, function.__qualname__, kwargs, environment)
+            worker.connection.send_bytes(pickle.dumps(job))
+        try:
+            outcomes, verdict = self._collect(world, time_limit)
+        except BaseException:
+            self.close(kindly=False)  # unread outcomes must not answer the next job
+            raise
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
         if not failed and verdict is None:
             return [outcomes[rank].value for rank in range(world_size)]
@@ -109,7 +115,7 @@ class WorkerPool:
             for ready in wait(list(waiting), timeout=0.2):
                 rank = waiting[ready]  # type: ignore[index]
                 try:
-                    outcomes[rank] = world[rank].connection.recv()
+                    outcomes[rank] = pickle.loads(world[rank].connection.recv_bytes())
                 except (EOFError, OSError):
                     code = world[rank].process.wait()
                     outcomes[rank] = Outcome(error=f"the process ended with exit code {code}")

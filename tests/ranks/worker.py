@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -70,14 +71,15 @@ def main() -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job = connection.recv()
+            job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         outcome = run(job)
-        try:
-            connection.send(outcome)
-        except (TypeError, AttributeError, ValueError) as error:
-            connection.send(Outcome(error=f"the rank's result cannot be sent back: {error}"))
+        try:  # plain pickle: torch's own would hand tensors over as file descriptors of this process
+            message = pickle.dumps(outcome)
+        except Exception as error:
+            message = pickle.dumps(Outcome(error=f"the rank's result cannot be sent back: {error!r}"))
+        connection.send_bytes(message)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class SynchronizedRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator()
         self.generator.manual_seed(shared_seed())
-        return super().__iter__()
+        yield from super().__iter__()
 
 
 class SeedableRandomSampler(RandomSampler):

@@ -68,9 +68,12 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         sampler = sized_sampler(self.batch_sampler)
-        if sampler is not None:
-            return self._by_position(read_order(sampler))
-        return self._split_stream() if self.split_batches else self._dealt_stream()
+        if sampler is not None:  # read with the first batch, where the plain loader draws its random numbers too
+            yield from self._by_position(read_order(sampler))
+        elif self.split_batches:
+            yield from self._split_stream()
+        else:
+            yield from self._dealt_stream()
 
     # Positions: round k of rank r covers samples [k * round_size + r * share, + share) of the order.
 
