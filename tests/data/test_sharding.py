@@ -1,0 +1,132 @@
+"""Shares of a global order: complete, disjoint, equal."""
+
+from __future__ import annotations
+
+from itertools import chain, product
+
+import pytest
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+
+CASES = [
+    (n, size, world, drop_last, even, split)
+    for n, size, world, drop_last, even, split in product(
+        range(14), (1, 2, 3, 4), (1, 2, 3, 4), (False, True), (False, True), (False, True)
+    )
+    if not split or size % world == 0
+]
+
+
+class OpaqueBatchSampler(BatchSampler):
+    """A batch sampler that the library does not know and can only iterate over."""
+
+
+def shares(kind: type[BatchSampler], case: tuple[int, int, int, bool, bool, bool]) -> list[list[list[int]]]:
+    n, size, world, drop_last, even, split = case
+    batches = kind(SequentialSampler(range(n)), size, drop_last)
+    return [list(BatchSamplerShard(batches, world, rank, split, even)) for rank in range(world)]
+
+
+def test_every_sample_comes_once_plus_the_filling_that_even_batches_asks_for() -> None:
+    for case in CASES:
+        n, size, world, drop_last, even, split = case
+        round_size = size if split else size * world
+        steps = [list(chain(*step)) for step in zip(*shares(BatchSampler, case), strict=False)]
+        seen = list(chain(*steps))
+        everything = list(chain(*chain(*shares(BatchSampler, case))))
+        if drop_last:
+            assert sorted(everything) == list(range(n - n % round_size)), case
+        elif even:
+            assert seen[:n] == list(range(n)), case
+            assert len(seen) == -(-n // round_size) * round_size, case
+            assert all(sample == position % n for position, sample in enumerate(seen)), case
+        else:
+            assert sorted(everything) == list(range(n)), case
+
+
+def test_ranks_take_equally_many_equally_large_steps_when_batches_are_even() -> None:
+    for case in CASES:
+        if case[3] or case[4]:
+            sizes = [[len(batch) for batch in share] for share in shares(BatchSampler, case)]
+            assert all(size == sizes[0] for size in sizes), case
+
+
+def test_reading_by_position_equals_iterating() -> None:
+    for case in CASES:
+        assert shares(BatchSampler, case) == shares(OpaqueBatchSampler, case), case
+
+
+def test_len_is_the_number_of_batches_of_this_rank() -> None:
+    for n, size, world, drop_last, even, split in CASES:
+        for rank in range(world):
+            batches = BatchSampler(SequentialSampler(range(n)), size, drop_last)
+            shard = BatchSamplerShard(batches, world, rank, split, even)
+            assert len(shard) == len(list(shard))
+            opaque = OpaqueBatchSampler(SequentialSampler(range(n)), size, drop_last)
+            if not split:
+                assert len(BatchSamplerShard(opaque, world, rank, split, even)) == len(shard)
+
+
+def test_published_attributes() -> None:
+    batches = BatchSampler(SequentialSampler(range(10)), 2, False)
+    shard = BatchSamplerShard(batches, 2, 1)
+    assert (shard.batch_size, shard.drop_last, shard.total_length) == (2, False, 5)
+    assert (shard.num_processes, shard.process_index) == (2, 1)
+    assert shard.sampler is batches.sampler
+
+
+def test_batches_that_cannot_be_split_are_refused_with_the_size_that_works() -> None:
+    batches = BatchSampler(SequentialSampler(range(10)), 3, False)
+    with pytest.raises(ValueError, match="batch size is 3: use a multiple of 2"):
+        BatchSamplerShard(batches, 2, 0, split_batches=True)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        IterableDatasetShard(Counting(4), batch_size=3, num_processes=2, split_batches=True)
+
+
+class OddBatches:
+    """Batches of different lengths, without a batch size."""
+
+    def __iter__(self):  # noqa: ANN204
+        return iter([[0], [1, 2, 3], [4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_batches_without_a_size_cannot_be_made_even() -> None:
+    with pytest.raises(ValueError, match="OddBatches has no batch_size"):
+        BatchSamplerShard(OddBatches(), 2, 0)
+    dealt = [list(BatchSamplerShard(OddBatches(), 2, rank, even_batches=False)) for rank in range(2)]
+    assert dealt == [[[0], [4, 5]], [[1, 2, 3]]]
+
+
+class Counting(IterableDataset):
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = -1
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(range(self.n))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 4, 7, 8, 9])
+def test_iterable_data_is_shared_out_like_map_style_data(n: int, drop_last: bool) -> None:
+    for split in (False, True):
+        case = (n, 2, 2, drop_last, True, split)
+        parts = [IterableDatasetShard(Counting(n), 2, drop_last, 2, rank, split) for rank in range(2)]
+        assert [list(part) for part in parts] == [list(chain(*share)) for share in shares(BatchSampler, case)]
+        assert [len(part) for part in parts] == [len(list(part)) for part in parts]
+
+
+def test_the_epoch_is_handed_on_to_iterable_data() -> None:
+    data = Counting(4)
+    IterableDatasetShard(data, 2).set_epoch(3)
+    assert data.epoch == 3
