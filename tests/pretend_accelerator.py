@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import DLDeviceType
@@ -244,13 +245,17 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+# x[indices] brings the indices to x.
+_TAKES_HOST_INDICES = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+
 def _common_index(name: str, tensors: list[Tensor], factory_device: torch.device | None) -> int:
     """Return the device that an operation runs on; refuse tensors of several devices, as kernels of devices do."""
     placed = [tensor for tensor in tensors if tensor.device.type == NAME]
     if not placed:
         return device_module.index_of(factory_device)
     device = placed[0].device
-    takes_host_indices = "index" in name  # x[indices] brings them to x
+    takes_host_indices = name in _TAKES_HOST_INDICES
     for tensor in tensors:
         is_number = tensor.dim() == 0 and tensor.device == CPU
         if tensor.device != device and not is_number and not takes_host_indices:
@@ -349,6 +354,19 @@ def _register_kernels(library: torch.library.Library) -> None:
     library.impl("_pin_memory", _pin_memory, "CPU")
 
 
+# --- Collectives: gloo's, on the host twins ---------------------------------------------------------------------------
+
+
+def _register_collectives(library: torch.library.Library) -> None:
+    """Let gloo serve the device. All of c10d writes into tensors it is given, so twins are all it needs."""
+    every_name = torch._C._dispatch_get_all_op_names()  # type: ignore[attr-defined]
+    for name in (name.removeprefix("c10d::") for name in every_name if name.startswith("c10d::")):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "PrivateUse1"):
+            kernel = _device_kernel(getattr(torch.ops.c10d, name).default)
+            library.impl(name, kernel, "PrivateUse1", allow_override=True)
+    dist.Backend.default_device_backend_map[NAME] = dist.Backend.GLOO
+
+
 # --- Autocast: the casts that torch's CPU autocast makes, so that results can be compared -----------------------------
 
 _IN_LOW_PRECISION = (
@@ -398,12 +416,13 @@ def register() -> tuple[torch.library.Library, ...]:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, backend_module=device_module)
-    operators, fallbacks = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    operators, collectives, fallbacks = (torch.library.Library(name, "IMPL") for name in ("aten", "c10d", "_"))
     _register_kernels(operators)
+    _register_collectives(collectives)
     _register_autocast(operators, fallbacks)
     _give_torch_accelerator_a_current_device()
     torch.serialization.register_package(5, lambda storage: None, _load_storage)
-    return operators, fallbacks
+    return operators, collectives, fallbacks
 
 
 def _give_torch_accelerator_a_current_device() -> None:

@@ -13,7 +13,7 @@ from .runtime.runtime import Runtime
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls take `main_process_only` (default True) and `in_order`.
+    """A logger whose calls take `main_process_only` (default True) and `in_order`, which implies every process.
 
     It also works before any state exists: then the launcher's variables tell which process this is.
     """
@@ -28,12 +28,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         in_order = kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # the line to show is the user's, not ours
         runtime = Runtime.existing()
-        if in_order and not main_process_only and runtime is not None:
+        if in_order and runtime is not None:
             for rank in range(runtime.num_processes):
                 if rank == runtime.process_index:
                     self._emit(level, msg, *args, **kwargs)
                 runtime.barrier()
-        elif not main_process_only or _rank(runtime) == 0:
+        elif in_order or not main_process_only or _rank(runtime) == 0:
             self._emit(level, msg, *args, **kwargs)
 
     def _emit(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     @lru_cache(None)  # noqa: B019  one adapter per logger lives as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only the first time with these arguments."""
-        self.warning(*args, **kwargs)
+        self.log(logging.WARNING, *args, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
 def _rank(runtime: Runtime | None) -> int:

@@ -22,9 +22,9 @@ _OUT_OF_MEMORY = (
 
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Tell whether an exception means that memory ran out."""
-    if isinstance(exception, torch.OutOfMemoryError):
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exception, (RuntimeError, MemoryError)) and any(sign in str(exception) for sign in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in _OUT_OF_MEMORY)
 
 
 def release_memory(*objects: Any) -> list[Any]:
@@ -50,14 +50,17 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    parameters = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    takes_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if not parameters:
+        raise TypeError(f"{function.__name__}() must take the batch size as its first argument.")
 
     @functools.wraps(function)
     def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:
-        if len(args) >= len(parameters):
+        if len(args) >= len(parameters) and not takes_any_number:
             raise TypeError(
                 f"{function.__name__}() receives its batch size from find_executable_batch_size: call it without, as "
-                f"{function.__name__}({', '.join(parameters[1:])})."
+                f"{function.__name__}({', '.join(list(parameters)[1:])})."
             )
         batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)
@@ -67,7 +70,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-                last_error = error
+                last_error = error.with_traceback(None)  # its frames would keep the tensors of this try alive
             clear_device_cache(garbage_collection=True)
             batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise RuntimeError(

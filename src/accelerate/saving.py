@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,11 +36,16 @@ def save(
             os.unlink(partial)
 
 
-def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a dict that safetensors accepts: contiguous tensors, each memory stored under one name.
 
     Of tied weights the first name is kept; a model that ties them restores the others when it loads.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"safe_serialization stores a dict of tensors, not a {type(state_dict).__name__}: give a state dict, or "
+            "save with safe_serialization=False."
+        )
     others = sorted(name for name, value in state_dict.items() if not isinstance(value, Tensor))
     if others:
         raise TypeError(
@@ -48,6 +54,6 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Te
         )
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state_dict.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        kept.setdefault(place, name)
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept.setdefault(place if tensor.numel() else (name,), name)
     return {name: state_dict[name].detach().clone(memory_format=torch.contiguous_format) for name in kept.values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -199,16 +200,16 @@ class PartialState:
         return self._only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Run the decorated function on one rank only."""
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return self._only_where(lambda: self.process_index == process_index, function)
+        """Run the decorated function on one rank only. A single process is every rank, as published."""
+        _require_index("on_process", "process_index", process_index)
+        return self._only_where(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Run the decorated function on one local rank of every host only."""
-        if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only_where(lambda: self.local_process_index == local_process_index, function)
+        """Run the decorated function on one local rank of every host only. A single process is every rank."""
+        _require_index("on_local_process", "local_process_index", local_process_index)
+        return self._only_where(
+            lambda: not self.use_distributed or self.local_process_index == local_process_index, function
+        )
 
     def _only_where(self, here: Callable[[], bool], function: F | None) -> Any:
         if function is None:
@@ -315,7 +316,18 @@ class AcceleratorState(PartialState):
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
 
 
+def _require_index(decorator: str, argument: str, index: int | None) -> None:
+    if index is None:
+        raise ValueError(f"{decorator}() needs to know which process: @state.{decorator}({argument}=1).")
+
+
 def _init_handler(kwargs: dict[str, Any]) -> InitProcessGroupKwargs | None:
     """Read the process-group options that `PartialState` takes by name."""
-    known = {name: kwargs[name] for name in ("backend", "init_method", "timeout") if name in kwargs}
-    return InitProcessGroupKwargs(**known) if known else None
+    options = {name: value for name, value in kwargs.items() if name != "_use_sagemaker_dp"}  # transformers passes it
+    unknown = sorted(options.keys() - {f.name for f in fields(InitProcessGroupKwargs)})
+    if unknown:
+        raise TypeError(
+            f"PartialState() takes cpu and the options of InitProcessGroupKwargs (backend, init_method, timeout); "
+            f"it does not know {', '.join(unknown)}."
+        )
+    return InitProcessGroupKwargs(**options) if options else None

@@ -28,6 +28,10 @@ class BaseEnum(str, enum.Enum, metaclass=_ContainsByValue):
         """Return the allowed values."""
         return [str(member) for member in cls]
 
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise ValueError(f"{value!r} is not a {cls.__name__}: choose one of {', '.join(cls.list())}.")
+
 
 class DistributedType(str, enum.Enum):
     """How the processes of a run work together (prints with its class name, as published)."""

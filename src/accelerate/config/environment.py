@@ -12,13 +12,11 @@ _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 
-def str_to_bool(value: str) -> bool:
-    """Read a yes/no word as people write it."""
+def str_to_bool(value: str, to_bool: bool = False) -> int:
+    """Read a yes/no word as people write it: as 1 or 0, or as True or False with `to_bool`."""
     word = value.strip().lower()
-    if word in _TRUE:
-        return True
-    if word in _FALSE:
-        return False
+    if word in _TRUE | _FALSE:
+        return word in _TRUE if to_bool else int(word in _TRUE)
     raise ValueError(f"{value!r} is neither yes nor no: use one of 1, 0, true, false, yes, no, on, off.")
 
 
@@ -49,14 +47,17 @@ def variable_of(setting: str) -> str:
 
 def read_setting(setting: str) -> Any:
     """Return a setting from the environment, or None where its variable is not set."""
-    name, kind = SETTING_VARIABLES[setting]
+    return _read_as(*SETTING_VARIABLES[setting])
+
+
+def _read_as(name: str, kind: type) -> Any:
     raw = os.environ.get(name)
     if raw is None:
         return None
     try:
-        return str_to_bool(raw) if kind is bool else kind(raw)
+        return str_to_bool(raw, to_bool=True) if kind is bool else kind(raw)
     except ValueError as error:
-        raise ValueError(f"The environment variable {name}={raw!r} is not a valid {kind.__name__}.") from error
+        raise ValueError(f"The environment variable {name}={raw!r} is not a valid {kind.__name__}: {error}") from error
 
 
 def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -67,7 +68,7 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def requested_engine() -> tuple[str, str] | None:
     """Return (engine, variable) if the environment asks for an engine other than plain data parallelism."""
     for engine, variable in ENGINE_VARIABLES.items():
-        if str_to_bool(os.environ.get(variable, "0")):
+        if _read_as(variable, bool):
             return engine, variable
     return None
 
@@ -142,8 +143,9 @@ LAUNCHERS = (
 SLURM_NODE_LIST = "SLURM_STEP_NODELIST"
 SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 SLURM_NODE_ID = "SLURM_NODEID"
-# A number that every process of one job shares and that other jobs on the host do not: it picks the port.
-JOB_NUMBERS = ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PBS_JOBID")
+SLURM_STEP_ID = "SLURM_STEP_ID"
+# What every process of one job shares and other jobs on the host do not, the narrowest first: it picks the port.
+JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
 
 
 def read(name: str) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 
 def share_of(inputs: Any, num_processes: int, process_index: int, apply_padding: bool = False) -> Any:
-    """Return one process's part: contiguous, the first processes one element longer where it does not divide."""
-    if num_processes == 1:
+    """Return one process's part: contiguous, the first processes one element longer where it does not divide.
+
+    `apply_padding` fills the shorter parts with the last of all elements, as published. A string is one input, not a
+    sequence of letters: every process gets the whole of it.
+    """
+    if num_processes == 1 or isinstance(inputs, (str, bytes)):
         return inputs
     if isinstance(inputs, dict):
         lengths = {name: len(values) for name, values in inputs.items()}
@@ -19,12 +21,14 @@ def share_of(inputs: Any, num_processes: int, process_index: int, apply_padding:
     whole, rest = divmod(len(inputs), num_processes)
     start = process_index * whole + min(process_index, rest)
     stop = start + whole + (process_index < rest)
-    longest = whole + (rest > 0)
-    missing = longest - (stop - start) if apply_padding and len(inputs) else 0
-    indices = [*range(start, stop), *([max(stop - 1, 0)] * missing)]
+    missing = whole + (rest > 0) - (stop - start) if apply_padding else 0
+    indices = [*range(start, stop), *([len(inputs) - 1] * missing)]
+    if hasattr(inputs, "__array__"):  # a tensor, on any device, or an array
+        return inputs[indices] if missing else inputs[start:stop]
     if hasattr(inputs, "select"):  # a Hugging Face data set
         return inputs.select(indices)
-    if isinstance(inputs, torch.Tensor):
-        return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)] if missing else inputs[start:stop]
     part = inputs[start:stop]
-    return part if missing == 0 else part + type(inputs)(inputs[index] for index in indices[len(part) :])
+    if missing == 0:
+        return part
+    padded = [inputs[index] for index in indices]
+    return tuple(padded) if isinstance(part, tuple) else padded

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DistributedOperationException
-from .nested import leaves, recursively_apply
+from .nested import named_leaves, recursively_apply
 from .runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,14 +25,16 @@ class CannotPadNestedTensorWarning(UserWarning):
     """Warn that a nested (jagged) tensor was not padded."""
 
 
-def _signature(data: Any) -> list[str]:
-    """Describe a nested container so that two ranks can compare what they bring."""
-    return [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
-        if isinstance(leaf, torch.Tensor)
-        else type(leaf).__name__
-        for leaf in leaves(data)
-    ]
+def _describe(operation: str, data: Any) -> str:
+    """Describe a call so that two ranks can compare what they bring to it."""
+
+    def describe(name: str, leaf: Any) -> str:
+        kind = type(leaf).__name__
+        if isinstance(leaf, torch.Tensor):
+            kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
+        return f"{name}: {kind}" if name else kind
+
+    return f"{operation}({', '.join(describe(name, leaf) for name, leaf in named_leaves(data))})"
 
 
 def verify_operation(function: F) -> F:
@@ -42,21 +44,22 @@ def verify_operation(function: F) -> F:
     def checked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = Runtime.current()
         if runtime.debug and runtime.num_processes > 1:
-            _require_agreement(function.__name__, _signature(tensor), runtime)
+            _require_agreement(_describe(function.__name__, tensor), runtime)
         return function(tensor, *args, **kwargs)
 
     return cast(F, checked)
 
 
-def _require_agreement(operation: str, mine: list[str], runtime: Runtime) -> None:
+def _require_agreement(mine: str, runtime: Runtime) -> None:
     per_rank: list[Any] = [None] * runtime.num_processes
     dist.all_gather_object(per_rank, mine)
     if all(theirs == per_rank[0] for theirs in per_rank):
         return
-    table = "\n".join(f"  rank {rank}: {', '.join(theirs)}" for rank, theirs in enumerate(per_rank))
+    table = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(per_rank))
     raise DistributedOperationException(
-        f"{operation}() needs the same shapes and types on every rank, rank {runtime.process_index} sees:\n{table}\n"
-        "Make the shapes equal with accelerator.pad_across_processes(), or use gather_object() for ragged data.",
+        f"Rank {runtime.process_index}: every rank must make the same call with the same names, shapes and types, but "
+        f"they made these:\n{table}\n"
+        "Make shapes equal with accelerator.pad_across_processes(), or use gather_object() for ragged data.",
         per_rank,
     )
 
@@ -64,7 +67,8 @@ def _require_agreement(operation: str, mine: list[str], runtime: Runtime) -> Non
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
     gathered = tensor.new_empty((dist.get_world_size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.detach())
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in torch < 2.13
+    all_gather(gathered, tensor.detach())
     return gathered
 
 
@@ -102,7 +106,8 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
     world_size = Runtime.current().num_processes
 
     def reduce_tensor(leaf: torch.Tensor) -> torch.Tensor:
-        reduced = leaf.detach().clone() if world_size > 1 else leaf
+        # Contiguous, because the ranks' memory is added as it lies, whatever the strides.
+        reduced = leaf.detach().clone(memory_format=torch.contiguous_format) if world_size > 1 else leaf
         if world_size > 1 and reduction != "none":
             dist.all_reduce(reduced)
         if reduction == "mean" and world_size > 1:

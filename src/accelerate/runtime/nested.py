@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,12 +43,17 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
+def honor_mapping(obj: Any, items: dict[Any, Any]) -> Any:
+    """Build a mapping of the same type as `obj`, defaultdicts included."""
+    return type(obj)(obj.default_factory, items) if isinstance(obj, defaultdict) else type(obj)(items)
+
+
 def map_children(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply a function to the direct children of a container; return None for what is no container."""
     if isinstance(data, (list, tuple)):
         return honor_type(data, [function(child) for child in data])
     if isinstance(data, Mapping):
-        return type(data)({key: function(child) for key, child in data.items()})  # type: ignore[call-arg]
+        return honor_mapping(data, {key: function(child) for key, child in data.items()})
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         fields = {f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init}
         return dataclasses.replace(data, **fields)
@@ -84,17 +90,23 @@ def recursively_apply(
     return walk(data)
 
 
+def named_leaves(data: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of a nested container, left to right, each with its path such as `['labels'][0]`."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(data, (list, tuple)):
+        children = enumerate(data)
+    elif isinstance(data, Mapping):
+        children = data.items()
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        children = [(f.name, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init]
+    else:
+        return [(name, data)]
+    return [leaf for key, child in children for leaf in named_leaves(child, f"{name}[{key!r}]")]
+
+
 def leaves(data: Any) -> list[Any]:
     """Return the leaves of a nested container, left to right."""
-    found: list[Any] = []
-
-    def walk(node: Any) -> Any:
-        if map_children(walk, node) is None:
-            found.append(node)
-        return node
-
-    walk(data)
-    return found
+    return [leaf for _, leaf in named_leaves(data)]
 
 
 def send_to_device(
@@ -117,11 +129,12 @@ def send_to_device(
             return tensor.to(device)
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     if skipped and isinstance(tensor, Mapping):
-        return type(tensor)(  # type: ignore[call-arg]
+        return honor_mapping(
+            tensor,
             {
                 key: child if key in skipped else send_to_device(child, device, non_blocking, skip_keys)
                 for key, child in tensor.items()
-            }
+            },
         )
     moved = map_children(lambda child: send_to_device(child, device, non_blocking, skip_keys), tensor)
     return tensor if moved is None else moved
@@ -163,7 +176,7 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Allocate uninitialised tensors for a structure made by `get_data_structure`."""
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype),
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
         test_type=is_tensor_information,
     )
@@ -184,7 +197,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     if isinstance(first, (list, tuple)):
         return honor_type(first, [concatenate([item[i] for item in data], dim=dim) for i in range(len(first))])
     if isinstance(first, Mapping):
-        return type(first)({key: concatenate([item[key] for item in data], dim=dim) for key in first})  # type: ignore[call-arg]
+        return honor_mapping(first, {key: concatenate([item[key] for item in data], dim=dim) for key in first})
     raise TypeError(f"concatenate() takes tensors or containers of tensors, not {type(first).__name__}.")
 
 

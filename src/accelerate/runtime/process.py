@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config import environment
+from ..config.environment import LauncherVariables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,6 @@ class ProcessInfo:
     local_world_size: int = 1
     launcher: str | None = None
     """Who started the processes, or None for a single process."""
-    master_addr: str | None = None
-    """Where the processes meet, if the launcher did not say so itself."""
-    master_port: int | None = None
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -29,38 +27,41 @@ class ProcessInfo:
         for launcher in environment.LAUNCHERS:
             found = launcher.read()
             if found is not None:
-                return _from_launcher(launcher.name, found)
+                return _from_launcher(launcher, found)
         return cls()
 
+    def meeting_place(self) -> str | None:
+        """Return the address where the processes meet, or None where torchrun's variables tell torch."""
+        if self.world_size == 1 or self.launcher in (None, "torchrun"):
+            return None
+        host = environment.read("MASTER_ADDR") or _first_host(self)
+        port = environment.read("MASTER_PORT") or _port_of_this_job(self)
+        return f"tcp://{host}:{port}"
 
-def _from_launcher(name: str, found: dict[str, str]) -> ProcessInfo:
+
+def _from_launcher(launcher: LauncherVariables, found: dict[str, str]) -> ProcessInfo:
     try:
         numbers = {key: int(value) for key, value in found.items()}
     except ValueError as error:
-        raise ValueError(f"{name} started this process with rank variables that are not numbers: {found}.") from error
+        raise ValueError(
+            f"{launcher.name} started this process with rank variables ({launcher.rank}, {launcher.world_size}, ...) "
+            f"that are not numbers: {found}."
+        ) from error
     rank, world_size = numbers["rank"], numbers["world_size"]
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"{name} says this is rank {rank} of {world_size} processes; ranks go from 0 to {world_size - 1}. "
-            "Check RANK and WORLD_SIZE, or start the script with torchrun, which sets them."
+            f"{launcher.name} says this is rank {rank} of {world_size} processes; ranks go from 0 to "
+            f"{world_size - 1}. Check {launcher.rank} and {launcher.world_size}, or start the script with torchrun."
         )
     local_world_size = numbers.get("local_world_size")
     if local_world_size is None:
-        local_world_size = _slurm_local_world_size() if name == "Slurm" else world_size
-    local_rank = numbers.get("local_rank", rank % local_world_size)
-    info = ProcessInfo(
+        local_world_size = _slurm_local_world_size() if launcher.name == "Slurm" else world_size
+    return ProcessInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=numbers.get("local_rank", rank % local_world_size),
         local_world_size=local_world_size,
-        launcher=name,
-    )
-    if world_size == 1 or name == "torchrun":
-        return info
-    return replace(
-        info,
-        master_addr=environment.read("MASTER_ADDR") or _first_host(name, world_size, local_world_size),
-        master_port=int(environment.read("MASTER_PORT") or _port_of_this_job()),
+        launcher=launcher.name,
     )
 
 
@@ -77,30 +78,33 @@ def _slurm_local_world_size() -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-def _first_host(launcher: str, world_size: int, local_world_size: int) -> str:
-    if local_world_size == world_size:
+def _first_host(process: ProcessInfo) -> str:
+    if process.local_world_size == process.world_size:
         return "127.0.0.1"
     nodes = environment.read(environment.SLURM_NODE_LIST)
-    if launcher == "Slurm" and nodes:
+    if process.launcher == "Slurm" and nodes:
         return first_slurm_host(nodes)
     raise ValueError(
-        f"{launcher} started {world_size} processes on several hosts, but not where they can meet: "
-        "set MASTER_ADDR to a host name or address that every process can reach (mpirun -x MASTER_ADDR=...)."
+        f"{process.launcher} started {process.world_size} processes on several hosts (this is rank {process.rank}), "
+        "but does not say where they can meet: set MASTER_ADDR to a host name or address that every process can "
+        "reach (mpirun -x MASTER_ADDR=...)."
     )
 
 
 def first_slurm_host(nodes: str) -> str:
     """Return the first name of a Slurm node list such as `gpu[003-007,9],login1`."""
-    matched = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    if matched is None:
-        raise ValueError(f"The Slurm node list {nodes!r} cannot be read.")
-    return matched[1] + (matched[2] or "") + (matched[3] or "")
+    first = re.fullmatch(r"((?:[^,\[]|\[\d[^\]]*\])+)(?:,.*)?", nodes)
+    if first is None:
+        raise ValueError(f"The Slurm node list {nodes!r} cannot be read: expected `gpu[003-007,9],login1`.")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 
-def _port_of_this_job() -> int:
+def _port_of_this_job(process: ProcessInfo) -> int:
     """Pick a port that all processes of the job agree on and that other jobs rarely share."""
     for variable in environment.JOB_NUMBERS:
         job = environment.read(variable)
         if job:
+            if process.launcher == "Slurm":  # two steps of one job may run at once
+                job += f".{environment.read(environment.SLURM_STEP_ID)}"
             return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 20000
     return 29500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ class Runtime:
         self.backend: str | None = None
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
         self.process = _process_info()
+        self.init_handler = init_handler or InitProcessGroupKwargs()
         self.device = devices.device_for(
             local_rank=self.process.local_rank,
             world_size=self.process.world_size,
@@ -45,7 +47,7 @@ class Runtime:
         self.local_process_index = self.process.local_rank
         self.distributed_type: DistributedType = DistributedType.NO
         if self.num_processes > 1:
-            self._join_group(init_handler or InitProcessGroupKwargs())
+            self._join_group(self.init_handler)
             self.distributed_type = devices.distributed_type_of(self.device)
 
     @classmethod
@@ -70,6 +72,8 @@ class Runtime:
                 "has one device. Pass cpu=True to the first Accelerator or PartialState, or call "
                 "PartialState._reset_state() before this one."
             )
+        elif init_handler is not None and init_handler != running.init_handler:
+            running._warn_of_open_group(init_handler)
         return running
 
     @classmethod
@@ -86,8 +90,8 @@ class Runtime:
                 options["timeout"] = handler.timeout
             if handler.init_method is not None:
                 options["init_method"] = handler.init_method
-            elif self.process.master_addr is not None:
-                options["init_method"] = f"tcp://{self.process.master_addr}:{self.process.master_port}"
+            elif (meeting_place := self.process.meeting_place()) is not None:
+                options["init_method"] = meeting_place
             if "init_method" in options:
                 options |= {"rank": self.process_index, "world_size": self.num_processes}
             bound = devices.group_device(self.device)
@@ -99,6 +103,16 @@ class Runtime:
             self.backend = backend.rpartition(":")[2]
         else:
             self.backend = dist.get_backend()
+            self._warn_of_open_group(handler)
+
+    def _warn_of_open_group(self, handler: InitProcessGroupKwargs) -> None:
+        ignored = handler.to_kwargs()
+        if ignored and self.num_processes > 1:
+            warnings.warn(
+                f"Rank {self.process_index}: the process group was open already, so these options have no effect: "
+                f"{ignored}. Give them to whoever opens it, the first Accelerator or PartialState.",
+                stacklevel=4,
+            )
 
     def leave_group(self) -> None:
         """Close the process group, if this runtime opened it."""
@@ -143,12 +157,12 @@ class Runtime:
 
 
 def _process_info() -> ProcessInfo:
-    """Trust a process group that the user has opened; else read the launcher's variables."""
+    """Read the launcher's variables; a process group that the user has opened is trusted where it differs."""
     info = ProcessInfo.from_environment()
-    if dist.is_available() and dist.is_initialized() and info.launcher is None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        local = int(read("LOCAL_RANK") or rank)
-        return ProcessInfo(
-            rank=rank, world_size=world_size, local_rank=local, local_world_size=world_size, launcher="user"
-        )
-    return info
+    if not dist.is_available() or not dist.is_initialized():
+        return info
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) == (info.rank, info.world_size):
+        return info
+    local = int(read("LOCAL_RANK") or rank)
+    return ProcessInfo(rank=rank, world_size=world_size, local_rank=local, local_world_size=world_size, launcher="user")
