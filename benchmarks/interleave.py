@@ -3,12 +3,15 @@
 Absolute times mean little there: the clock speed drifts, caches are shared, and other processes take the core away. So
 both sides run in one process, in laps of about a millisecond, and only ratios are kept:
 
-- A *lap* is one training step. A *round* is eight laps in an order that favours nobody (A B B A B A A B): each side
-  comes equally often first, second, after itself and after the other, so drift and warm caches cancel.
+- A *lap* is one training step. A *round* is eight laps, A B B A B A A B, and in every other round the sides change
+  places: each comes equally often first, after itself and after the other, so drift and warm caches cancel.
 - The fastest of a side's four laps stands for it in the round: what an interruption adds is no part of the cost.
+- Both sides are built anew a few times on the way, now one first, now the other: where an object happens to lie in
+  memory is worth a percent.
 - The result is the median of the rounds' ratios, with the interval that covers the true median in 95 of 100 runs.
 
-Garbage is not collected while the clock runs. Two equal sides give 1.000 (see the control row of `step.py`).
+Garbage is not collected while the clock runs. What is left of the noise shows in the control row of `step.py`, where
+both sides are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ Lap = Callable[[], float]
 Verdict = Literal["met", "missed", "unclear", "-"]
 
 ORDER = "ABBABAAB"
+MIRRORED = str.maketrans("AB", "BA")
+WARM_UP_LAPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,7 @@ class Comparison:
     """One row of the table: what a lap costs in bare PyTorch and through the library."""
 
     what: str
-    """What was done in a lap."""
+    """What is done in a lap."""
     bare_us: float
     """The median cost in bare PyTorch, in microseconds."""
     ours_us: float
@@ -62,7 +67,7 @@ class Comparison:
 
 
 def timed(steps: Iterator[object], fence: Callable[[], object] | None = None) -> Lap:
-    """Make a lap of one `next()` of a training loop that yields after every step.
+    """Make a lap of one `next()` of a loop that yields after every step.
 
     `fence` runs before the clock starts: a barrier, where the loop has several processes.
     """
@@ -79,31 +84,29 @@ def timed(steps: Iterator[object], fence: Callable[[], object] | None = None) ->
 
 def compare(
     what: str,
-    bare: Lap,
-    ours: Lap,
+    bare: Callable[[], Lap],
+    ours: Callable[[], Lap],
     *,
     rounds: int,
     target: float | None = None,
-    order: str = ORDER,
-    warm_up: int = 20,
+    builds: int = 4,
 ) -> Comparison:
     """Interleave the laps of two sides and return what one costs in terms of the other."""
-    for _ in range(warm_up):
-        bare()
-        ours()
-    bare_costs: list[float] = []
-    ours_costs: list[float] = []
-    with _without_garbage_collection():
-        for _ in range(rounds):
-            laps = [(side, bare() if side == "A" else ours()) for side in order]
-            bare_costs.append(min(seconds for side, seconds in laps if side == "A"))
-            ours_costs.append(min(seconds for side, seconds in laps if side == "B"))
-    ratios = sorted(b / a for a, b in zip(bare_costs, ours_costs, strict=True))
+    order = ORDER
+    costs: list[tuple[float, float]] = []
+    for build in range(builds):
+        laps = _built(bare, ours, library_first=build % 2 == 1)
+        with _without_garbage_collection():
+            for _ in range(_share(rounds, builds, build)):
+                times = [(side, laps[side]()) for side in order]
+                costs.append((_fastest("A", times), _fastest("B", times)))
+                order = order.translate(MIRRORED)
+    ratios = sorted(b / a for a, b in costs)
     low, high = _median_interval(ratios)
     return Comparison(
         what=what,
-        bare_us=median(bare_costs) * 1e6,
-        ours_us=median(ours_costs) * 1e6,
+        bare_us=median(a for a, _ in costs) * 1e6,
+        ours_us=median(b for _, b in costs) * 1e6,
         ratio=median(ratios),
         low=low,
         high=high,
@@ -111,8 +114,27 @@ def compare(
     )
 
 
+def _built(bare: Callable[[], Lap], ours: Callable[[], Lap], *, library_first: bool) -> dict[str, Lap]:
+    """Build both sides and let them run warm."""
+    sides = [("B", ours), ("A", bare)] if library_first else [("A", bare), ("B", ours)]
+    laps = {side: build() for side, build in sides}
+    for _ in range(WARM_UP_LAPS):
+        for lap in laps.values():
+            lap()
+    return laps
+
+
+def _share(total: int, parts: int, index: int) -> int:
+    """Return the size of one of the nearly equal parts of a total."""
+    return total * (index + 1) // parts - total * index // parts
+
+
+def _fastest(side: str, times: list[tuple[str, float]]) -> float:
+    return min(seconds for who, seconds in times if who == side)
+
+
 def _median_interval(ordered: list[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median by order statistics: no assumption about the noise."""
+    """Return the 95 % interval of the median by order statistics, which assume nothing about the noise."""
     middle, spread = len(ordered) / 2, 0.98 * math.sqrt(len(ordered))
     low = max(0, math.floor(middle - spread))
     high = min(len(ordered) - 1, math.ceil(middle + spread) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.optim import SGD, AdamW, Optimizer
@@ -11,21 +12,26 @@ from torch.utils.data import DataLoader
 from .interleave import Comparison, compare, timed
 from .task import ACCUMULATION, BATCH_SIZE, accelerator, data, loss_of, model
 
+Loop = Callable[[], Iterator[None]]
+"""Start a training loop that yields after every step."""
+
+MakeOptimizer = Callable[..., Optimizer]
+
 
 def run(rounds: int) -> list[Comparison]:
     """Measure every kind of step."""
     torch.set_num_threads(1)
 
-    def row(what: str, bare: Iterator[None], ours: Iterator[None], target: float | None) -> Comparison:
-        return compare(what, timed(bare), timed(ours), rounds=rounds, target=target)
+    def row(what: str, bare: Loop, ours: Loop, target: float | None) -> Comparison:
+        return compare(what, lambda: timed(bare()), lambda: timed(ours()), rounds=rounds, target=target)
 
     return [
-        row("control: bare against bare", bare_full(AdamW), bare_full(AdamW), None),
-        row("step, fp32, AdamW", bare_full(AdamW), ours("no", AdamW), 1.03),
-        row("step, fp32, SGD", bare_full(SGD), ours("no", SGD), 1.03),
-        row("step, bf16, AdamW", bare_bf16(), ours("bf16", AdamW), 1.05),
-        row("step, fp16 with loss scaler, AdamW", bare_fp16(), ours("fp16", AdamW), None),
-        row(f"{ACCUMULATION} accumulating micro-batches, SGD", bare_accumulating(), ours_accumulating(), 1.05),
+        row("control: bare against bare, SGD", partial(bare_step, SGD), partial(bare_step, SGD), None),
+        row("step, SGD", partial(bare_step, SGD), partial(our_step, SGD), 1.03),
+        row("step, AdamW", partial(bare_step, AdamW), partial(our_step, AdamW), 1.03),
+        row("step, AdamW, bf16", bare_bf16_step, partial(our_step, AdamW, "bf16"), 1.05),
+        row("step, AdamW, fp16 and its loss scaler", bare_fp16_step, partial(our_step, AdamW, "fp16"), None),
+        row(f"{ACCUMULATION} accumulating micro-batches, SGD", bare_window, our_window, 1.05),
     ]
 
 
@@ -33,7 +39,7 @@ def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
     return DataLoader(data(), batch_size=BATCH_SIZE)
 
 
-def bare_full(make_optimizer: Callable[..., Optimizer]) -> Iterator[None]:
+def bare_step(make_optimizer: MakeOptimizer) -> Iterator[None]:
     net, batches = model(), loader()
     optimizer = make_optimizer(net.parameters(), lr=1e-3)
     while True:
@@ -45,7 +51,7 @@ def bare_full(make_optimizer: Callable[..., Optimizer]) -> Iterator[None]:
             yield
 
 
-def bare_bf16() -> Iterator[None]:
+def bare_bf16_step() -> Iterator[None]:
     net, batches = model(), loader()
     optimizer = AdamW(net.parameters())
     while True:
@@ -58,7 +64,7 @@ def bare_bf16() -> Iterator[None]:
             yield
 
 
-def bare_fp16() -> Iterator[None]:
+def bare_fp16_step() -> Iterator[None]:
     net, batches = model(), loader()
     optimizer, scaler = AdamW(net.parameters()), torch.amp.GradScaler("cpu")
     while True:
@@ -72,7 +78,7 @@ def bare_fp16() -> Iterator[None]:
             yield
 
 
-def ours(mixed_precision: str, make_optimizer: Callable[..., Optimizer]) -> Iterator[None]:
+def our_step(make_optimizer: MakeOptimizer, mixed_precision: str = "no") -> Iterator[None]:
     accelerate = accelerator(mixed_precision=mixed_precision)
     net = model()
     net, optimizer, batches = accelerate.prepare(net, make_optimizer(net.parameters(), lr=1e-3), loader())
@@ -85,7 +91,7 @@ def ours(mixed_precision: str, make_optimizer: Callable[..., Optimizer]) -> Iter
             yield
 
 
-def bare_accumulating() -> Iterator[None]:
+def bare_window() -> Iterator[None]:
     """Yield after every window."""
     net, batches = model(), loader()
     optimizer = SGD(net.parameters(), lr=1e-3)
@@ -99,7 +105,7 @@ def bare_accumulating() -> Iterator[None]:
                 yield
 
 
-def ours_accumulating() -> Iterator[None]:
+def our_window() -> Iterator[None]:
     """Yield after every window."""
     accelerate = accelerator(gradient_accumulation_steps=ACCUMULATION)
     net = model()

@@ -15,7 +15,7 @@ import pytest
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""}
 
 
-def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 60.0) -> str:
+def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 100.0) -> str:
     """Run a script in a directory until it ends, and return what it printed; fail the test unless it succeeds.
 
     One process is started by python alone, as on a laptop; more are started by torchrun.

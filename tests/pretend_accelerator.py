@@ -13,19 +13,23 @@ cast or seeded something wrongly.
 Registering it changes the whole process, so tests run in worker processes that have it from the start.
 
 Where it is less than a device:
-- Operations without a CPU kernel are missing (fused LSTM cells); there are no streams, and no `torch.Generator("gpu")`.
+- Operations without a CPU kernel are missing (fused LSTM cells). There are no streams and no `torch.Generator("gpu")`,
+  storages cannot be made or resized (so FSDP2 does not run), and conjugate views of complex tensors crash.
 - Backward passes work on gpu:0 only: torch's autograd asks a C++ interface, which says 1, how many devices there are.
-  For the same reason "gpu" without an index is gpu:0 to `tensor.to`, whatever the current device.
+  For the same reason "gpu" without an index is gpu:0 to `tensor.to`, whatever the current device. Ranks that train can
+  each use the gpu:0 of their own process (`ACCELERATE_TORCH_DEVICE=gpu:0`).
 - `torch.accelerator.empty_cache()` and the memory statistics beside it raise "Allocator for gpu is not a
   DeviceAllocator". That is left so on purpose: they do it on MPS and Ascend NPUs too. `torch.gpu.empty_cache` works.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.dlpack import DLDeviceType
 
 from tests.ranks import WorkerPool
@@ -249,16 +254,16 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
 _TAKES_HOST_INDICES = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 
-def _common_index(name: str, tensors: list[Tensor], factory_device: torch.device | None) -> int:
+def _common_index(op: Any, tensors: list[Tensor], factory_device: torch.device | None) -> int:
     """Return the device that an operation runs on; refuse tensors of several devices, as kernels of devices do."""
     placed = [tensor for tensor in tensors if tensor.device.type == NAME]
     if not placed:
         return device_module.index_of(factory_device)
-    device = placed[0].device
-    takes_host_indices = name in _TAKES_HOST_INDICES
+    device, name = placed[0].device, op._schema.name
     for tensor in tensors:
-        is_number = tensor.dim() == 0 and tensor.device == CPU
-        if tensor.device != device and not is_number and not takes_host_indices:
+        # Numbers may come from the CPU, but not in lists.
+        is_number = tensor.dim() == 0 and tensor.device == CPU and "Tensor[]" not in str(op._schema)
+        if tensor.device != device and not is_number and name not in _TAKES_HOST_INDICES:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {device} and "
                 f"{tensor.device}! (when checking arguments of {name})"
@@ -268,13 +273,12 @@ def _common_index(name: str, tensors: list[Tensor], factory_device: torch.device
 
 def _device_kernel(op: Any) -> Callable[..., Any]:
     """Return a kernel that runs an operator's CPU kernel on the memory of device tensors."""
-    name: str = op._schema.name
     draws_random_numbers = torch.Tag.nondeterministic_seeded in op.tags
     outs = {argument.name for argument in op._schema.arguments if argument.is_out}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = _tensors_in([*args, *kwargs.values()])
-        index = _common_index(name, tensors, kwargs.get("device"))
+        index = _common_index(op, tensors, kwargs.get("device"))
         device_tensors: dict[int, Tensor] = {}  # by the id of their twins, which an operation in place returns
 
         def twin_of(tensor: Tensor) -> Tensor:
@@ -330,8 +334,10 @@ def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 _METADATA = frozenset(
-    "as_strided view _reshape_alias unfold view_as_complex view_as_real is_set_to resize_ set_ set_.source_Tensor "
-    "set_.source_Storage set_.source_Storage_storage_offset".split()
+    {
+        *("as_strided", "view", "_reshape_alias", "unfold", "view_as_complex", "view_as_real", "is_set_to", "resize_"),
+        *("set_", "set_.source_Tensor", "set_.source_Storage", "set_.source_Storage_storage_offset"),
+    }
 )
 # These have no CPU kernel of their own because they choose one by the name of the device.
 _CHOSEN_BY_DEVICE_NAME = ("convolution", "convolution_backward")
@@ -345,7 +351,9 @@ def _operator(name: str) -> Any:
 def _register_kernels(library: torch.library.Library) -> None:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     every_name = torch._C._dispatch_get_all_op_names()  # type: ignore[attr-defined]
-    names = [name.removeprefix("aten::") for name in every_name if name.startswith("aten::") and has_kernel(name, "CPU")]
+    names = [
+        name.removeprefix("aten::") for name in every_name if name.startswith("aten::") and has_kernel(name, "CPU")
+    ]
     for name in (*names, *_CHOSEN_BY_DEVICE_NAME):
         operator = _operator(name)
         kernel = _metadata_kernel(operator) if name in _METADATA else _device_kernel(operator)
@@ -363,7 +371,9 @@ def _register_collectives(library: torch.library.Library) -> None:
     for name in (name.removeprefix("c10d::") for name in every_name if name.startswith("c10d::")):
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "PrivateUse1"):
             kernel = _device_kernel(getattr(torch.ops.c10d, name).default)
-            library.impl(name, kernel, "PrivateUse1", allow_override=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's kernels hand device memory to gloo, which refuses it
+                library.impl(name, kernel, "PrivateUse1")
     dist.Backend.default_device_backend_map[NAME] = dist.Backend.GLOO
 
 
@@ -413,8 +423,6 @@ def _register_autocast(library: torch.library.Library, fallbacks: torch.library.
 @functools.cache
 def register() -> tuple[torch.library.Library, ...]:
     """Make this process one that has the device; the libraries keep the kernels alive."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
     _setup_privateuseone_for_python_backend(NAME, backend_module=device_module)
     operators, collectives, fallbacks = (torch.library.Library(name, "IMPL") for name in ("aten", "c10d", "_"))
     _register_kernels(operators)
@@ -458,8 +466,6 @@ def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.Untyped
 
 @functools.cache
 def _processes_with_the_device() -> WorkerPool:
-    import atexit
-
     pool = WorkerPool()
     atexit.register(pool.close)
     return pool
@@ -480,7 +486,8 @@ def run_on_a_pretend_accelerator(
 ) -> list[Any]:
     """Run a module-level function on every rank of a world that has the device; return what each rank returned.
 
-    A failure in the process is the test's, with its traceback. Processes are kept for the next call.
+    A failure in the process is the test's, with its traceback. What is returned must not name the device, which the
+    caller's process does not know: return CPU tensors and strings. Processes are kept for the next call.
     """
     job = {"module": function.__module__, "qualname": function.__qualname__, "arguments": arguments}
     return _processes_with_the_device().run(world_size, _run_where_the_device_is, job, time_limit=time_limit)

@@ -354,8 +354,10 @@ class Accelerator:
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make torch objects ready for this run and return them in the order they came.
 
-        Models, optimizers, data loaders and schedulers are recognised; anything else is returned as it is.
+        Models, optimizers, data loaders and schedulers are recognised; anything else is returned as it is. What
+        another Accelerator prepared is taken over: from now on it obeys this one.
         """
+        args = tuple(self._taken_over(arg) for arg in args)
         placements = list(device_placement) if device_placement is not None else [None] * len(args)
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} entries for {len(args)} objects.")
@@ -381,12 +383,14 @@ class Accelerator:
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place, cast and spread one model."""
+        model = self._taken_over(model)
         if _is_prepared(model):
             return model
         return self._prepare_bundle([model], [], [device_placement], evaluation=evaluation_mode).models[0]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap one optimizer."""
+        optimizer = self._taken_over(optimizer)
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         self._prepare_bundle([], [optimizer], [])
@@ -401,6 +405,7 @@ class Accelerator:
         """Give one data loader this process's share."""
         if isinstance(data_loader, DataLoaderShard):
             if data_loader not in self._dataloaders:
+                data_loader.gradient_state = self.gradient_state
                 self._dataloaders.append(data_loader)
             return data_loader
         config = self.dataloader_config
@@ -426,6 +431,7 @@ class Accelerator:
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Tie one scheduler to the steps of its optimizer."""
+        scheduler = self._taken_over(scheduler)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         own = getattr(scheduler, "optimizer", None)
@@ -439,6 +445,24 @@ class Accelerator:
         prepared.gradient_state = self.gradient_state
         self._schedulers.append(prepared)
         return prepared
+
+    def _taken_over(self, obj: Any) -> Any:
+        """Take what another Accelerator prepared out of its hands; return anything else as it is.
+
+        Left there, it would obey that one's accumulation window, and fp16 losses scaled here would be unscaled nowhere.
+        """
+        if isinstance(obj, AcceleratedOptimizer) and obj not in self._optimizers:
+            return obj.optimizer
+        if isinstance(obj, AcceleratedScheduler) and obj not in self._schedulers:
+            return obj.scheduler
+        if isinstance(obj, DataLoaderShard):
+            return self.prepare_data_loader(obj)
+        if isinstance(obj, nn.Module) and _is_prepared(obj):
+            compiled = getattr(obj, "_orig_mod", obj)
+            if obj not in self._models and compiled not in self._models:
+                del compiled._is_accelerate_prepared
+                return extract_model_from_parallel(obj, keep_fp32_wrapper=False)
+        return obj
 
     def _prepare_bundle(
         self,
@@ -514,7 +538,7 @@ class Accelerator:
     def step(self, step: int) -> None:
         self.window.step = step
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[object]:
         """Wrap one micro-batch: gradients add up, and the optimizer steps when the window is full."""
         return self.window.micro_batch(models)
 
@@ -534,14 +558,30 @@ class Accelerator:
         sums over: `backward(loss_sum, num_items=n)`. The gradients that clipping and the optimizer see are then those
         of all losses divided by all items, over every micro-batch of the window and every process.
         """
+        if not self._optimizers:
+            self._warn_that_no_optimizer_obeys()
         if num_items is not None:
             self.window.backward_per_item(loss, num_items, self.precision.scale, kwargs)
             return
-        self.window.note_mean_loss()
-        num_steps = self.gradient_state.num_steps
-        if num_steps > 1:
-            loss = loss / num_steps
-        self.precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss = self.precision.scale(self.window.share_of_mean(loss))
+        if kwargs:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:  # every step comes here, and a call without ** is the cheaper one
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _warn_that_no_optimizer_obeys(self) -> None:
+        """Name what only a prepared optimizer does, where it was asked for and none was prepared."""
+        if self.gradient_accumulation_steps > 1:
+            logger.warning_once(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, but no optimizer was given to this "
+                "Accelerator's prepare(): a plain one steps on every micro-batch, unless the script calls it only "
+                "`if accelerator.sync_gradients`."
+            )
+        if self.scaler is not None:
+            logger.warning_once(
+                "fp16 losses are scaled, but no optimizer was given to this Accelerator's prepare(): a plain one steps "
+                "with gradients that nobody has divided by the scale."
+            )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16 gradients by the loss scale: those of the given optimizers, or of all."""
@@ -560,7 +600,7 @@ class Accelerator:
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Cut every gradient element to `[-clip_value, clip_value]`."""
         if self._gradients_are_final("clip_grad_value_"):
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            torch.nn.utils.clip_grad_value_(self.strategy.current(parameters), clip_value)
 
     def _gradients_are_final(self, operation: str) -> bool:
         """Unscale gradients that are complete; warn where they still accumulate: clipping parts is not clipping."""

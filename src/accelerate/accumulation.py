@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ class AccumulationWindow:
         self.gradient_state = gradient_state
         self.strategy = strategy
         self.step = 0
+        self._defers_sync = strategy.capabilities.defers_sync
         self._prepared_models = prepared_models
         self._models: tuple[nn.Module, ...] = ()
         self._reference: float | None = None
@@ -43,14 +43,10 @@ class AccumulationWindow:
         self._items_came_at = -1
         self._has_mean_loss = False
 
-    def micro_batch(self, models: tuple[nn.Module, ...]) -> MicroBatch:
-        """Return the context of one micro-batch of these models."""
-        return MicroBatch(self, models)
-
-    def advance(self, models: tuple[nn.Module, ...]) -> bool:
-        """Begin the next micro-batch and tell whether it closes the window."""
+    def micro_batch(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[object]:
+        """Begin the next micro-batch; in the context, gradients stay on this process unless it closes the window."""
         state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
+        if state.end_of_dataloader and state.sync_with_dataloader:
             self.step = 0
             closes = True
         else:
@@ -58,13 +54,18 @@ class AccumulationWindow:
             closes = self.step % state.num_steps == 0
         state.sync_gradients = closes
         self._models = models
-        return closes
+        if closes or not self._defers_sync or state.sync_each_batch:
+            return _SYNCHRONISING
+        return self.strategy.no_sync(models[0]) if len(models) == 1 else _none_synchronising(self.strategy, models)
 
-    def note_mean_loss(self) -> None:
-        """Take note of a loss that is a mean; a window cannot mix it with sums over items."""
+    def share_of_mean(self, loss: Tensor) -> Tensor:
+        """Return what a mean loss adds to its window; a window cannot mix it with sums over items."""
         if self._items is not None:
             raise _mixed_window_error()
-        self._has_mean_loss = not self.gradient_state.sync_gradients
+        state = self.gradient_state
+        self._has_mean_loss = not state.sync_gradients
+        num_steps = state.num_steps
+        return loss / num_steps if num_steps > 1 else loss
 
     def backward_per_item(
         self,
@@ -116,33 +117,15 @@ class AccumulationWindow:
         return self._reference
 
 
-class MicroBatch:
-    """The context of one micro-batch: gradients stay on this process unless it closes the window."""
+_SYNCHRONISING = nullcontext()
 
-    __slots__ = ("_deferred", "_models", "_window")
 
-    def __init__(self, window: AccumulationWindow, models: tuple[nn.Module, ...]) -> None:
-        self._window = window
-        self._models = models
-        self._deferred: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        window = self._window
-        closes = window.advance(self._models)
-        if not closes and window.strategy.capabilities.defers_sync and not window.gradient_state.sync_each_batch:
-            self._deferred = ExitStack()
-            for model in self._models:
-                self._deferred.enter_context(window.strategy.no_sync(model))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._deferred is not None:
-            self._deferred.__exit__(kind, error, trace)
-            self._deferred = None
+@contextmanager
+def _none_synchronising(strategy: Strategy, models: tuple[nn.Module, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(strategy.no_sync(model))
+        yield
 
 
 def _multiply_gradients(models: Iterable[nn.Module], factor: Tensor) -> None:

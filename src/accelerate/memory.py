@@ -62,7 +62,7 @@ def find_executable_batch_size(
                 f"{function.__name__}() receives its batch size from find_executable_batch_size: call it without, as "
                 f"{function.__name__}({', '.join(list(parameters)[1:])})."
             )
-        batch_size = starting_batch_size
+        batch_size, last_error = starting_batch_size, None
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             try:

@@ -24,6 +24,9 @@ def save(
     if not (runtime.is_local_main_process if save_on_each_node else runtime.is_main_process):
         return
     path = os.fspath(f)
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"save() cannot write {path}: {directory} is not a directory. Create it first.")
     partial = f"{path}.partial-{os.getpid()}"
     try:
         if safe_serialization:

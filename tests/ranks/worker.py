@@ -40,13 +40,23 @@ def run(job: Job) -> Outcome:
         function: Any = importlib.import_module(job.module)
         for part in job.qualname.split("."):
             function = getattr(function, part)
-        return Outcome(value=getattr(function, "rank_body", function)(**job.kwargs))
+        outcome = Outcome(value=getattr(function, "rank_body", function)(**job.kwargs))
+        leave_together()
+        return outcome
     except BaseException:
         return Outcome(error=traceback.format_exc())
     finally:
         forget_everything()
         os.environ.clear()
         os.environ.update(before)
+
+
+def leave_together() -> None:
+    """Wait for the others: a rank that closes its connections early would break those that are still connecting."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def forget_everything() -> None:

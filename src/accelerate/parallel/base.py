@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Strategy(ABC):
         self.runtime = runtime
         # A parameter that was replaced -> the one that took its place.
         self._successors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place and wrap the models, then bind the optimizers to the parameters the models now have."""
@@ -54,7 +56,8 @@ class Strategy(ABC):
             if place:
                 self._place(model)
             models.append(model if bundle.evaluation else self.wrap(model))
-        for optimizer in bundle.optimizers:
+        self._optimizers.update(bundle.optimizers)
+        for optimizer in self._optimizers:  # earlier ones too: theirs may be the models that come now
             self._rebind(optimizer)
         return Bundle(
             models=models,
@@ -82,15 +85,28 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; return the norm they had."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return torch.nn.utils.clip_grad_norm_(self.current(parameters), max_norm, norm_type=norm_type)
+
+    def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
+        """Return the parameters that took the places of these: a list made before `prepare` may hold replaced ones."""
+        if not self._successors:
+            return parameters
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._successors.get(param, param) for param in given]
 
     def _place(self, model: nn.Module) -> None:
-        """Move a model to the device, remembering which parameters had to be replaced by new objects."""
-        before = list(model.parameters())
+        """Move a model to the device, remembering which parameters had to be replaced by new objects.
+
+        `Module.to` replaces a parameter once for every module that shares it; sharing is restored here.
+        """
+        before = list(model.named_parameters(remove_duplicate=False))
         model.to(self.runtime.device)
-        for old, new in zip(before, model.parameters(), strict=True):
-            if old is not new:
-                self._successors[old] = new
+        for name, old in before:
+            owner_name, _, own_name = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            new = getattr(owner, own_name)
+            if new is not old and (successor := self._successors.setdefault(old, new)) is not new:
+                setattr(owner, own_name, successor)
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Point an optimizer at the successors of its parameters, and bring its state along."""
@@ -105,9 +121,15 @@ class Strategy(ABC):
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Put an optimizer's moments where its parameters are; step counters stay where the optimizer keeps them."""
+    """Put an optimizer's moments where its parameters are, and its step counters if its kernels read them there."""
+    counted_in_kernel = {
+        id(param)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for param in group["params"]
+    }
     for param, state in optimizer.state.items():
         target = param.device if isinstance(param, Tensor) else device
         for name, value in state.items():
-            if name != "step":
+            if name != "step" or id(param) in counted_in_kernel:
                 state[name] = recursively_apply(lambda tensor, target=target: tensor.to(target), value)

@@ -67,7 +67,8 @@ def _require_agreement(mine: str, runtime: Runtime) -> None:
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
     gathered = tensor.new_empty((dist.get_world_size() * tensor.shape[0], *tensor.shape[1:]))
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in torch < 2.13
+    # torch 2.13 renamed it and warns of the old name.
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, tensor.detach())
     return gathered
 

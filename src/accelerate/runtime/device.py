@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,7 +113,9 @@ def seed_all(seed: int) -> None:
     """Seed the generators of all accelerators of this process (torch.manual_seed covers the CPU's)."""
     kind = accelerator_type()
     if kind is not None:
-        getattr(torch, kind).manual_seed_all(seed)
+        module = getattr(torch, kind)
+        seed_every_device = getattr(module, "manual_seed_all", None) or module.manual_seed  # MPS has one device
+        seed_every_device(seed)
 
 
 def get_device_rng_state(device: torch.device) -> torch.Tensor:
@@ -137,9 +138,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
-        empty_cache: Callable[[], None] | None = getattr(torch.accelerator, "empty_cache", None)
-        if empty_cache is None:  # torch < 2.9 offers it per device kind only
-            empty_cache = getattr(device_module(default_device()), "empty_cache", None)
+        # torch.accelerator.empty_cache() raises where a device kind brings its own sort of allocator (MPS, NPU).
+        empty_cache = getattr(device_module(default_device()), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
 

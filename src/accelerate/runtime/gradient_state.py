@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from ..config.plugins import GradientAccumulationPlugin
@@ -13,6 +14,10 @@ class ActiveLoader(Protocol):
 
     end_of_dataloader: bool
     remainder: int
+
+
+def _no_loader() -> None:
+    """Answer for the active loader where there is none."""
 
 
 class GradientState:
@@ -35,11 +40,11 @@ class GradientState:
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
         state.sync_gradients = True
         state.plugin_kwargs = plugin.to_kwargs()
-        state._loaders = []
+        state._loaders = [_no_loader]
         cls._current = state
         return state
 
-    _loaders: list[weakref.ReferenceType[Any]]
+    _loaders: list[Callable[[], Any]]  # weak references, outermost first; one that dies takes itself out
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -54,7 +59,8 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Return the number of micro-batches per optimizer step."""
-        return int(self.plugin_kwargs.get("num_steps", 1))
+        num_steps: int = self.plugin_kwargs.get("num_steps", 1)
+        return num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -74,17 +80,12 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """Return the innermost loader being iterated, or None."""
-        while self._loaders:
-            loader = self._loaders[-1]()
-            if loader is not None:
-                return loader
-            self._loaders.pop()
-        return None
+        return self._loaders[-1]()
 
     @property
     def dataloader_references(self) -> list[Any]:
         """Return the loaders being iterated, outermost first, behind a leading None as published."""
-        return [None, *(loader for ref in self._loaders if (loader := ref()) is not None)]
+        return [loader() for loader in self._loaders]
 
     @property
     def in_dataloader(self) -> bool:
@@ -94,7 +95,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Tell whether the active loader has handed out its last batch."""
-        loader = self.active_dataloader
+        loader = self._loaders[-1]()
         return loader is not None and bool(loader.end_of_dataloader)
 
     @property
@@ -112,10 +113,10 @@ class GradientState:
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, loader: ActiveLoader) -> None:
-        self._loaders.append(weakref.ref(loader))
+        self._loaders.append(weakref.ref(loader, self._loaders.remove))
 
     def _remove_dataloader(self, loader: ActiveLoader) -> None:
-        self._loaders = [ref for ref in self._loaders if ref() is not None and ref() is not loader]
+        self._loaders[1:] = [other for other in self._loaders[1:] if other() is not loader]
 
     def __repr__(self) -> str:
         return (

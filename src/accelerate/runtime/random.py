@@ -35,19 +35,20 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     runtime = Runtime.current()
     if runtime.num_processes == 1:
         return
-    kind = RNGType(str(rng_type)) if rng_type is not None else RNGType.TORCH
+    kind = str(rng_type if rng_type is not None else RNGType.TORCH)
     if kind == RNGType.TORCH:
         torch.set_rng_state(_from_rank_zero(torch.get_rng_state(), runtime))
     elif kind == RNGType.GENERATOR:
         if generator is None:
             raise ValueError('synchronize_rng_state("generator") needs the generator to synchronise.')
         generator.set_state(_from_rank_zero(generator.get_state(), runtime))
-    elif str(kind) == runtime.device.type:
+    elif kind == runtime.device.type:  # also of kinds that RNGType does not list
         state = devices.get_device_rng_state(runtime.device)
         devices.set_device_rng_state(_from_rank_zero(state, runtime), runtime.device)
     else:
         raise ValueError(
-            f"Rank {runtime.process_index} was asked to synchronise the {kind} generator, but runs on {runtime.device}."
+            f"Rank {runtime.process_index} was asked to synchronise the {kind!r} generator, but runs on "
+            f"{runtime.device}: choose from torch, generator and {runtime.device.type}."
         )
 
 

@@ -1,0 +1,141 @@
+"""Settings: code before environment before default, each value with its origin, and honest refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from accelerate.config.enums import PrecisionType
+from accelerate.config.plugins import GradientAccumulationPlugin
+from accelerate.config.settings import TrainingSettings
+from accelerate.errors import UnsupportedSettingError
+
+
+def resolved(
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+) -> TrainingSettings:
+    return TrainingSettings.from_arguments(
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_accumulation_plugin=gradient_accumulation_plugin,
+    )
+
+
+def test_without_anything_the_defaults_hold_and_say_so() -> None:
+    settings = resolved()
+    assert settings.mixed_precision == "no"
+    assert settings.gradient_accumulation.num_steps == 1
+    assert settings.origins == {"mixed_precision": "default", "gradient_accumulation_steps": "default"}
+
+
+def test_the_environment_beats_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    settings = resolved()
+    assert (settings.mixed_precision, settings.gradient_accumulation.num_steps) == ("bf16", 3)
+    assert settings.origins == {
+        "mixed_precision": "environment variable ACCELERATE_MIXED_PRECISION",
+        "gradient_accumulation_steps": "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    }
+
+
+def test_code_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    settings = resolved("no", 2)
+    assert (settings.mixed_precision, settings.gradient_accumulation.num_steps) == ("no", 2)
+    assert settings.origins == {"mixed_precision": "code", "gradient_accumulation_steps": "code"}
+    assert resolved(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)).origins == {
+        "mixed_precision": "environment variable ACCELERATE_MIXED_PRECISION",
+        "gradient_accumulation_steps": "code",
+    }
+
+
+def test_explain_prints_each_value_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert resolved(PrecisionType.FP16).explain().splitlines() == [
+        "mixed_precision = fp16  (code)",
+        "gradient_accumulation_steps = 3  (environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS)",
+    ]
+
+
+def test_settings_do_not_change_once_they_are_made() -> None:
+    with pytest.raises(AttributeError):
+        resolved().mixed_precision = "bf16"  # type: ignore[misc]
+
+
+def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'fp17' \(from code\) is unknown: choose one of no, fp8, fp16, bf16"):
+        resolved("fp17")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
+    with pytest.raises(ValueError, match=r"'half' \(from environment variable ACCELERATE_MIXED_PRECISION\)"):
+        resolved()
+
+
+def test_fp8_is_refused_instead_of_quietly_run_in_another_format() -> None:
+    with pytest.raises(UnsupportedSettingError, match=r"does not have it yet\. Use bf16 or fp16") as refusal:
+        resolved("fp8")
+    assert refusal.value.setting == 'mixed_precision="fp8"'
+    assert refusal.value.remedy == "Use bf16 or fp16."
+    assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+    ],
+)
+def test_an_engine_asked_for_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UnsupportedSettingError, match=f"{variable}=true cannot be used: .* Unset {variable}"):
+        resolved()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradient_accumulation_steps": 0}, r"must be 1 or more, not 0 \(code\)"),
+        ({"gradient_accumulation_steps": -2}, "must be 1 or more, not -2"),
+        ({"gradient_accumulation_steps": 1.5}, "must be 1 or more, not 1.5"),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin()}, "needs num_steps"),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=0)}, "must be 1 or more, not 0"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
+            "give the number in one place",
+        ),
+    ],
+)
+def test_impossible_accumulation_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(**arguments)
+
+
+def test_impossible_accumulation_from_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0")
+    with pytest.raises(ValueError, match=r"not 0 \(environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        resolved()
+
+
+def test_configuration_is_read_without_torch() -> None:
+    program = """
+import sys
+import accelerate.config.enums, accelerate.config.environment, accelerate.config.plugins, accelerate.config.settings
+import accelerate.errors, accelerate.runtime.process
+accelerate.config.settings.TrainingSettings.from_arguments(
+    mixed_precision="bf16", gradient_accumulation_steps=2, gradient_accumulation_plugin=None
+).explain()
+accelerate.config.plugins.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
+accelerate.runtime.process.ProcessInfo.from_environment()
+print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr

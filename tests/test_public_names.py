@@ -1,0 +1,122 @@
+"""The public names: all there, at their published paths, and cheap to import."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import accelerate
+import accelerate.data_loader
+import accelerate.utils
+
+FACADES: list[ModuleType] = [
+    accelerate,
+    accelerate.data_loader,
+    accelerate.utils,
+    *(
+        importlib.import_module(f"accelerate.utils.{name}")
+        for name in ("dataclasses", "environment", "memory", "operations", "other", "random")
+    ),
+]
+
+
+def in_a_fresh_interpreter(program: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+@pytest.mark.parametrize("module", FACADES, ids=lambda module: module.__name__)
+def test_every_name_that_is_announced_is_there(module: ModuleType) -> None:
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    namespace: dict[str, object] = {}
+    exec(f"from {module.__name__} import *", namespace)
+    assert set(module.__all__) <= set(namespace)
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_a_name_is_the_same_object_at_all_its_paths() -> None:
+    for name in set(accelerate.__all__) & set(accelerate.utils.__all__):
+        assert getattr(accelerate, name) is getattr(accelerate.utils, name)
+    assert accelerate.skip_first_batches is accelerate.data_loader.skip_first_batches
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "accelerate.accelerator.Accelerator",
+        "accelerate.local_sgd.LocalSGD",
+        "accelerate.logging.MultiProcessAdapter",
+        "accelerate.logging.get_logger",
+        "accelerate.optimizer.AcceleratedOptimizer",
+        "accelerate.optimizer.move_to_device",
+        "accelerate.scheduler.AcceleratedScheduler",
+        "accelerate.state.AcceleratorState",
+        "accelerate.state.GradientState",
+        "accelerate.state.PartialState",
+        "accelerate.state.is_initialized",
+        "accelerate.utils.memory.should_reduce_batch_size",
+        "accelerate.utils.operations.DistributedOperationException",
+        "accelerate.utils.wait_for_everyone",
+    ],
+)
+def test_published_paths(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'accelerate' has no attribute 'Acelerator'"):
+        _ = accelerate.Acelerator  # type: ignore[attr-defined]
+    with pytest.raises(ImportError):
+        exec("from accelerate import Acelerator")
+
+
+def test_everyone_can_wait() -> None:
+    accelerate.utils.wait_for_everyone()
+
+
+def test_importing_the_package_imports_nothing_and_its_names_come_when_they_are_used() -> None:
+    program = """
+import sys, accelerate
+before = "torch" in sys.modules
+kwargs = accelerate.GradScalerKwargs(init_scale=2.0)
+after_a_plugin = "torch" in sys.modules
+state = accelerate.PartialState
+print(before, after_a_plugin, "torch" in sys.modules)
+print("GradScalerKwargs" in vars(accelerate), "Accelerator" in vars(accelerate), "Accelerator" in dir(accelerate))
+"""
+    assert in_a_fresh_interpreter(program).split() == ["False", "False", "True", "True", "False", "True"]
+
+
+def test_an_accelerator_brings_no_package_that_is_optional() -> None:
+    program = """
+import importlib.metadata as metadata, re, sys
+
+def needs(distribution, known):
+    if distribution not in known:
+        known.add(distribution)
+        try:
+            requirements = metadata.requires(distribution) or []
+        except metadata.PackageNotFoundError:
+            return known
+        for requirement in requirements:
+            if "extra ==" not in requirement:
+                needs(re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower().replace("_", "-"), known)
+    return known
+
+at_start = {name.partition(".")[0] for name in sys.modules}
+from accelerate import Accelerator
+Accelerator(cpu=True)
+imported = {name.partition(".")[0] for name in sys.modules} - at_start
+providers = metadata.packages_distributions()
+brought = {provider.lower().replace("_", "-") for name in imported for provider in providers.get(name, [])}
+print(sorted(brought - needs("accelerate", set())))
+"""
+    assert in_a_fresh_interpreter(program) == "[]"
