@@ -101,6 +101,11 @@ def compare(
                 times = [(side, laps[side]()) for side in order]
                 costs.append((_fastest("A", times), _fastest("B", times)))
                 order = order.translate(MIRRORED)
+    return summary(what, costs, target)
+
+
+def summary(what: str, costs: list[tuple[float, float]], target: float | None = None) -> Comparison:
+    """Sum up rounds, each with its cost in bare PyTorch and through the library, in seconds."""
     ratios = sorted(b / a for a, b in costs)
     low, high = _median_interval(ratios)
     return Comparison(

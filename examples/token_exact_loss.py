@@ -6,7 +6,8 @@
 Padded micro-batches hold different numbers of real tokens, so the mean of their mean losses is not the mean over all
 tokens. `backward(loss_sum, num_items=n)` divides the summed losses by the tokens of the whole accumulation window, on
 all processes. The script shows it on the first window: the gradient is that of one big batch of all its sequences, up
-to rounding, where a mean of means is 1 % off. After ten epochs the loss per token has fallen from 3.5 to 0.05.
+to rounding, where a mean of means is 1 % off. After six epochs the loss per token has fallen from 3.5 to 0.05, or 0.06
+with two processes, which take half as many steps.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=8, help="per process")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ranks.pool import free_port
 
 # One thread per process, because the tests share few cores. PYTHONUNBUFFERED would tear the lines of two ranks apart.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""}
@@ -23,7 +24,7 @@ def run_script(script: Path, *arguments: object, world_size: int, directory: Pat
     command = [sys.executable]
     if world_size > 1:
         command += ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
-        command += ["--master_port", str(_free_port())]
+        command += ["--master_port", str(free_port())]
     command += [str(script), *map(str, arguments)]
     process = subprocess.Popen(
         command,
@@ -43,10 +44,3 @@ def run_script(script: Path, *arguments: object, world_size: int, directory: Pat
     if process.returncode != 0:
         pytest.fail(f"{script.name} ended with {process.returncode}.\n{printed}\n{complaints[-4000:]}")
     return printed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

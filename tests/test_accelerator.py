@@ -19,6 +19,7 @@ from accelerate import (
 )
 from accelerate.data_loader import DataLoaderShard
 from accelerate.errors import UnsupportedSettingError
+from accelerate.logging import MultiProcessAdapter
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
@@ -239,3 +240,44 @@ def test_settings_say_where_they_came_from(monkeypatch: pytest.MonkeyPatch) -> N
         "mixed_precision = bf16  (environment variable ACCELERATE_MIXED_PRECISION)",
         "gradient_accumulation_steps = 2  (code)",
     ]
+
+
+def test_a_second_accelerator_takes_over_what_the_first_prepared() -> None:
+    """As when the cells of a notebook run again with other settings."""
+    model = make_model()
+    plain_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, step_size=1)
+    loader = DataLoader(make_data(8), batch_size=2)
+    first = Accelerator(cpu=True, mixed_precision="bf16").prepare(model, plain_optimizer, scheduler, loader)
+    second = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    model, optimizer, scheduler, loader = prepared = second.prepare(*first)
+    assert second.prepare(*prepared) == prepared
+    assert model.forward.autocast().fast_dtype == torch.float16
+    assert model._original_forward.__func__ is torch.nn.Sequential.forward, "the first one's autocast is gone"
+    assert optimizer.optimizer is plain_optimizer
+    assert optimizer.scaler is second.scaler
+    assert scheduler.optimizers == [optimizer]
+    assert {thing.gradient_state for thing in (optimizer, scheduler, loader)} == {second.gradient_state}
+    before = parameters_of(model)
+    for batch in loader:
+        with second.accumulate(model):
+            second.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    moved = max((a - b).abs().max().item() for a, b in zip(before, parameters_of(model), strict=True))
+    assert 0 < moved < 1, "scaled gradients were unscaled"
+
+
+def test_settings_that_only_a_prepared_optimizer_obeys_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    MultiProcessAdapter.warning_once.cache_clear()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4)
+    model = accelerator.prepare(make_model())
+    for _ in range(2):
+        accelerator.backward(loss_of(model, make_data(4)[:]))
+    assert caplog.text.count("gradient_accumulation_steps=4, but no optimizer") == 1
+    assert caplog.text.count("fp16 losses are scaled, but no optimizer") == 1
+    caplog.clear()
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    MultiProcessAdapter.warning_once.cache_clear()
+    accelerator.backward(loss_of(model, make_data(4)[:]))
+    assert caplog.text == ""

@@ -195,7 +195,7 @@ def test_unwrap_model_and_state_dict_give_the_users_own_names() -> None:
     model = accelerator.prepare(own)
     assert accelerator.unwrap_model(model) is own
     assert list(accelerator.get_state_dict(model)) == list(make_model().state_dict())
-    assert list(accelerator.get_state_dict(model, unwrap=False))[0].startswith("module.")
+    assert next(iter(accelerator.get_state_dict(model, unwrap=False))).startswith("module.")
 
 
 @ranks(2)

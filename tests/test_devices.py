@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -454,6 +455,14 @@ def test_a_device_with_one_generator_is_seeded(monkeypatch: pytest.MonkeyPatch) 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
+def memory_comes_back_to(num_bytes: int) -> bool:
+    """Wait for the device's autograd thread, which lets go of a graph some moments after `backward` has returned."""
+    deadline = time.monotonic() + 5.0
+    while torch.gpu.memory_allocated() > num_bytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return torch.gpu.memory_allocated() <= num_bytes
+
+
 @on_a_pretend_accelerator
 def test_freed_memory_is_given_back_on_a_pretend_accelerator() -> None:
     gc.collect()
@@ -471,7 +480,7 @@ def test_freed_memory_is_given_back_on_a_pretend_accelerator() -> None:
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     assert (model, optimizer, loader) == (None, None, None)
     assert torch.gpu.calls["empty_cache"] == 1
-    assert torch.gpu.memory_allocated() == before
+    assert memory_comes_back_to(before)
     release_memory()
     devices.clear_device_cache()
     assert torch.gpu.calls["empty_cache"] == 3
@@ -486,13 +495,13 @@ def test_a_batch_size_that_fits_is_found_on_a_pretend_accelerator() -> None:
     @find_executable_batch_size(starting_batch_size=64)
     def train_with(batch_size: int) -> int:
         tried.append(batch_size)
-        assert torch.gpu.memory_allocated() == before, "what the last try left behind is gone"
+        assert memory_comes_back_to(before), "what the last try left behind is gone"
         model, loader = Accelerator().prepare(make_model(), make_loader(64, batch_size))
         for batch in loader:
             model(batch["features"]).sum().backward()
         return batch_size
 
-    with torch.gpu.memory_limit(before + 16_000):
+    with torch.gpu.memory_limit(before + 24_000):
         fitting = train_with()
     assert 0 < fitting < 64
     assert tried == sorted(set(tried), reverse=True)

@@ -132,7 +132,7 @@ def order_with_own_generators() -> list[list[int]]:
 def test_a_users_generator_takes_rank_zeros_state() -> None:
     first, second = run_on_ranks(2, order_with_own_generators)
     assert first == second
-    assert sorted(sum(first, [])) == list(range(8))
+    assert sorted(sample for batch in first for sample in batch) == list(range(8))
 
 
 def weighted_samples() -> list[list[int]]:

@@ -87,7 +87,7 @@ def test_batches_that_cannot_be_split_are_refused_with_the_size_that_works() -> 
 class OddBatches:
     """Batches of different lengths, without a batch size."""
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         return iter([[0], [1, 2, 3], [4, 5]])
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Counting(IterableDataset):
         self.n = n
         self.epoch = -1
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         return iter(range(self.n))
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_digits_cnn(world_size: int, options: list[str], tmp_path: Path) -> None
     assert len(accuracies) == 6
     assert accuracies[-1] >= 0.975
     weights = torch.load(tmp_path / "digits_cnn.pt", weights_only=True)
-    assert {name: weight.dtype for name, weight in weights.items()}["0.weight"] == torch.float32
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    runpy.run_path(str(EXAMPLES / "digits_cnn.py"))["small_cnn"]().load_state_dict(weights)
 
 
 @on_one_and_two
@@ -53,8 +55,8 @@ def test_token_exact_loss(world_size: int, tmp_path: Path) -> None:
     (mean_of_means,) = numbers_after("mean of means:", printed)
     assert exact < 1e-5 < 1e-3 < mean_of_means
     losses = numbers_after("loss per token", printed)
-    assert len(losses) == 10
-    assert losses[-1] < 0.06
+    assert len(losses) == 6
+    assert losses[-1] < 0.07
 
 
 def test_every_example_is_tested() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -83,7 +84,7 @@ class WorkerPool:
             self.workers.append(Worker.start(len(self.workers), self.logs))
         world = self.workers[:world_size]
         starts = [worker.log.stat().st_size for worker in world]
-        port = str(_free_port())
+        port = str(free_port())
         for rank, worker in enumerate(world):
             environment = {
                 "RANK": str(rank),
@@ -171,11 +172,22 @@ class WorkerPool:
                 worker.end()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+_ports = itertools.count(20000 + os.getpid() % 60 * 200)
+
+
+def free_port() -> int:
+    """Return a port that nobody has: below the range of outgoing connections, and each handed out once.
+
+    A port that the system chose could be taken again, by another test process or a connection, before rank 0 binds it.
+    """
+    for port in _ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
+    raise AssertionError("counting never ends")
 
 
 @functools.cache

@@ -20,6 +20,9 @@ from .runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# torch 2.13 renamed it and warns of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """Warn that a nested (jagged) tensor was not padded."""
@@ -66,10 +69,8 @@ def _require_agreement(mine: str, runtime: Runtime) -> None:
 
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-    gathered = tensor.new_empty((dist.get_world_size() * tensor.shape[0], *tensor.shape[1:]))
-    # torch 2.13 renamed it and warns of the old name.
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(gathered, tensor.detach())
+    gathered = tensor.new_empty((Runtime.current().num_processes * tensor.shape[0], *tensor.shape[1:]))
+    _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor)
     return gathered
 
 

@@ -92,21 +92,31 @@ def recursively_apply(
 
 def named_leaves(data: Any, name: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of a nested container, left to right, each with its path such as `['labels'][0]`."""
-    children: Iterable[tuple[Any, Any]]
-    if isinstance(data, (list, tuple)):
-        children = enumerate(data)
-    elif isinstance(data, Mapping):
-        children = data.items()
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        children = [(f.name, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init]
-    else:
+    children = _children(data)
+    if children is None:
         return [(name, data)]
     return [leaf for key, child in children for leaf in named_leaves(child, f"{name}[{key!r}]")]
 
 
 def leaves(data: Any) -> list[Any]:
     """Return the leaves of a nested container, left to right."""
-    return [leaf for _, leaf in named_leaves(data)]
+    children = _children(data)
+    if children is None:
+        return [data]
+    return [leaf for _, child in children for leaf in leaves(child)]
+
+
+def _children(data: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the direct children of a container with their keys, or None for a leaf."""
+    if isinstance(data, torch.Tensor):  # first, because it is the usual leaf
+        return None
+    if isinstance(data, (list, tuple)):
+        return enumerate(data)
+    if isinstance(data, Mapping):
+        return data.items()
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return [(f.name, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init]
+    return None
 
 
 def send_to_device(

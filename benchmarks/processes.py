@@ -1,0 +1,57 @@
+"""Run a benchmark on two processes of this machine that share a process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .interleave import Comparison
+
+WORLD_SIZE = 2
+
+Benchmark = Callable[[int], list[Comparison]]
+"""Measure on every rank, this many rounds; the ranks' rounds run side by side."""
+
+
+def run_on_two(benchmark: Benchmark, rounds: int) -> list[Comparison]:
+    """Start two processes, run the benchmark in both, and return what rank 0 measured."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_rank, args=(benchmark, rounds, _free_port(), results), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+    measured: list[Comparison] = results.get()
+    return measured
+
+
+def _rank(rank: int, benchmark: Benchmark, rounds: int, port: int, results: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured = benchmark(rounds)
+    if rank == 0:
+        results.put(measured)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
