@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .interleave import Comparison, summary
 
-ROUNDS_PER_INTERPRETER = 20
+ROUNDS_PER_INTERPRETER = 25
 
 _SCRIPT = """
 import json, sys, time
@@ -32,14 +32,9 @@ print(json.dumps([seconds_of_torch, seconds, sorted(packages)]))
 def run(rounds: int) -> list[Comparison]:
     """Measure the import; note which packages it brings that torch alone does not."""
     _import_in_a_fresh_interpreter()  # compiles what has not been compiled
-    measured = [_import_in_a_fresh_interpreter() for _ in range(max(3, rounds // ROUNDS_PER_INTERPRETER))]
+    measured = [_import_in_a_fresh_interpreter() for _ in range(2 + rounds // ROUNDS_PER_INTERPRETER)]
     row = summary("from accelerate import Accelerator", [(bare, ours) for bare, ours, _ in measured], target=1.03)
     return [replace(row, notes=[f"packages that `import torch` does not bring: {', '.join(measured[0][2])}"])]
-
-
-def packages_beyond_torch() -> set[str]:
-    """Return the packages, this one included, that the import brings and `import torch` does not."""
-    return set(_import_in_a_fresh_interpreter()[2])
 
 
 def _import_in_a_fresh_interpreter() -> tuple[float, float, list[str]]:

@@ -33,6 +33,8 @@ Verdict = Literal["met", "missed", "unclear", "-"]
 ORDER = "ABBABAAB"
 MIRRORED = str.maketrans("AB", "BA")
 WARM_UP_LAPS = 20
+MOST_BUILDS = 4
+ROUNDS_PER_BUILD = 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ def compare(
     *,
     rounds: int,
     target: float | None = None,
-    builds: int = 4,
 ) -> Comparison:
     """Interleave the laps of two sides and return what one costs in terms of the other."""
+    builds = max(1, min(MOST_BUILDS, rounds // ROUNDS_PER_BUILD))
     order = ORDER
     costs: list[tuple[float, float]] = []
     for build in range(builds):

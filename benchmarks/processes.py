@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +21,10 @@ Benchmark = Callable[[int], list[Comparison]]
 
 def run_on_two(benchmark: Benchmark, rounds: int) -> list[Comparison]:
     """Start two processes, run the benchmark in both, and return what rank 0 measured."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.spawn(_rank, args=(benchmark, rounds, _free_port(), results), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").SimpleQueue()
+    arguments = (benchmark, rounds, store.port, results)
+    mp.spawn(_rank, args=arguments, nprocs=WORLD_SIZE)  # type: ignore[attr-defined, no-untyped-call]
     measured: list[Comparison] = results.get()
     return measured
 
@@ -42,16 +42,10 @@ def _rank(rank: int, benchmark: Benchmark, rounds: int, port: int, results: Any)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     measured = benchmark(rounds)
     if rank == 0:
         results.put(measured)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
