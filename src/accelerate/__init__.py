@@ -22,7 +22,7 @@ _HOME_OF = {
     "PartialState": "state",
     "ProfileKwargs": "config.plugins",
     "find_executable_batch_size": "memory",
-    "skip_first_batches": "data.loaders",
+    "skip_first_batches": "data.preparing",
     "synchronize_rng_states": "runtime.random",
 }
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .config.plugins import GradScalerKwargs as GradScalerKwargs
     from .config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from .config.plugins import ProfileKwargs as ProfileKwargs
-    from .data.loaders import skip_first_batches as skip_first_batches
+    from .data.preparing import skip_first_batches as skip_first_batches
     from .memory import find_executable_batch_size as find_executable_batch_size
     from .runtime.random import synchronize_rng_states as synchronize_rng_states
     from .state import PartialState as PartialState

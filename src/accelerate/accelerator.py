@@ -27,7 +27,8 @@ from .config.plugins import (
     ProjectConfiguration,
 )
 from .config.settings import NOT_YET, TrainingSettings
-from .data.loaders import DataLoaderShard, prepare_data_loader, skip_first_batches
+from .data.loaders import DataLoaderShard, PreparedLoader
+from .data.preparing import prepare_data_loader, skip_first_batches
 from .errors import UnsupportedSettingError
 from .logging import get_logger
 from .memory import release_memory
@@ -38,7 +39,7 @@ from .parallel.unwrapping import extract_model_from_parallel
 from .precision import precision_for
 from .runtime import collectives
 from .runtime.gradient_state import GradientState
-from .runtime.nested import leaves, recursively_apply
+from .runtime.nested import leaves
 from .saving import save
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState
@@ -132,7 +133,7 @@ class Accelerator:
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[DataLoaderShard] = []
+        self._dataloaders: list[PreparedLoader] = []
         self.window = AccumulationWindow(self.gradient_state, self.strategy, self._models)
         self.flag_tensor: Tensor | None = None
 
@@ -334,20 +335,20 @@ class Accelerator:
         """Pad the tensors of all processes to the longest, so that they can be gathered."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, dataloader: PreparedLoader | None = None
+    ) -> Any:
         """Gather what the current batch produced, without the samples that only filled up the last batch.
 
-        Anything that is not made of tensors is gathered as objects: each process brings a list.
+        Anything that is not made of tensors is gathered as objects: each process brings a list. The batch is that of
+        the loader that handed one out last; with two loaders side by side, name the one the data came from.
         """
+        loader = self.gradient_state.active_dataloader if dataloader is None else dataloader
+        partial = loader.partial_round if loader is not None and self.num_processes > 1 else None
         as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        data = collectives.gather_object(input_data) if as_objects else collectives.gather(input_data)
-        state = self.gradient_state
-        if self.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return data
-        remainder = state.remainder
-        if as_objects:
-            return data[:remainder]
-        return recursively_apply(lambda tensor: tensor[:remainder], data)
+        if partial is not None:
+            return partial.gather(input_data, as_objects)
+        return collectives.gather_object(input_data) if as_objects else collectives.gather(input_data)
 
     # --- prepare --------------------------------------------------------------------------------------------------
 
@@ -401,9 +402,9 @@ class Accelerator:
         data_loader: DataLoader[Any],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> DataLoaderShard:
+    ) -> PreparedLoader:
         """Give one data loader this process's share."""
-        if isinstance(data_loader, DataLoaderShard):
+        if isinstance(data_loader, PreparedLoader):
             if data_loader not in self._dataloaders:
                 data_loader.gradient_state = self.gradient_state
                 self._dataloaders.append(data_loader)
@@ -424,6 +425,7 @@ class Accelerator:
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            constant_memory_shuffle=config.constant_memory_shuffle,
         )
         prepared.gradient_state = self.gradient_state
         self._dataloaders.append(prepared)
@@ -455,7 +457,7 @@ class Accelerator:
             return obj.optimizer
         if isinstance(obj, AcceleratedScheduler) and obj not in self._schedulers:
             return obj.scheduler
-        if isinstance(obj, DataLoaderShard):
+        if isinstance(obj, PreparedLoader):
             return self.prepare_data_loader(obj)
         if isinstance(obj, nn.Module) and _is_prepared(obj):
             compiled = getattr(obj, "_orig_mod", obj)
@@ -634,15 +636,20 @@ class Accelerator:
 
     @contextmanager
     def _even_batches_set_to(self, even_batches: bool) -> Iterator[None]:
-        shards = [shard for loader in self._dataloaders if (shard := loader._shard) is not None]
+        loaders = [loader for loader in self._dataloaders if isinstance(loader, DataLoaderShard)]
+        shards = [loader.shard for loader in loaders if loader.shard is not None]
         before = [shard.even_batches for shard in shards]
         for shard in shards:
             shard.even_batches = even_batches
+        for loader in loaders:
+            loader.joined = True
         try:
             yield
         finally:
             for shard, even in zip(shards, before, strict=True):
                 shard.even_batches = even
+            for loader in loaders:
+                loader.joined = False
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
@@ -676,7 +683,7 @@ class Accelerator:
             safe_serialization=safe_serialization,
         )
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
         """Return a loader like this one that starts after its first batches."""
         skipped = skip_first_batches(dataloader, num_batches)
         skipped.gradient_state = self.gradient_state
@@ -737,7 +744,7 @@ def _refuse_what_has_not_landed(**arguments: Any) -> None:
 
 
 def _is_prepared(obj: Any) -> bool:
-    if isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderShard)):
+    if isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)):
         return True
     return isinstance(obj, nn.Module) and getattr(obj, "_is_accelerate_prepared", False)
 

@@ -18,8 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderShard, SkipBatchSampler, prepare_data_loader, skip_first_batches
-from accelerate.errors import UnsupportedSettingError
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.utils import set_seed
 from tests.ranks import ranks, run_on_ranks
 
@@ -88,8 +87,9 @@ def test_breaking_out_ends_the_iteration() -> None:
     for _ in loader:
         break
     assert not accelerator.gradient_state.in_dataloader
+    assert loader.state_dict()["batches"] == 1, "a run that is saved now goes on here"
+    assert batches_of(loader)[0] == [0, 1], "a loop that begins again begins a new epoch"
     assert loader.iteration == 1
-    assert batches_of(loader)[0] == [0, 1]
 
 
 def test_loaders_nest_and_the_innermost_answers() -> None:
@@ -153,7 +153,7 @@ def test_other_random_samplers_draw_alike_on_every_rank() -> None:
 def test_a_loader_that_is_already_sharded_is_not_sharded_again() -> None:
     accelerator = Accelerator()
     sampler = DistributedSampler(range(8), shuffle=False)
-    with pytest.warns(UserWarning, match="already has a DistributedSampler"):
+    with pytest.warns(UserWarning, match="has a DistributedSampler: it is used as it is"):
         loader = accelerator.prepare(DataLoader(range(8), batch_size=2, sampler=sampler))
     mine = [[0, 2], [4, 6]] if accelerator.process_index == 0 else [[1, 3], [5, 7]]
     assert batches_of(loader) == mine
@@ -162,6 +162,7 @@ def test_a_loader_that_is_already_sharded_is_not_sharded_again() -> None:
 @ranks(2)
 def test_iterable_data_is_shared_out() -> None:
     accelerator = Accelerator()
+    accelerator.dataloader_config.dispatch_batches = False
     loader = accelerator.prepare(DataLoader(Stream(10), batch_size=2))
     mine = [[0, 1], [4, 5], [8, 9]] if accelerator.process_index == 0 else [[2, 3], [6, 7], [0, 1]]
     assert batches_of(loader) == mine
@@ -214,8 +215,7 @@ def test_skipping_and_epochs_work_on_shares() -> None:
     skipped = skip_first_batches(loader, 1)
     expected = [[4, 5], [8, 9]] if accelerator.process_index == 0 else [[6, 7], [10, 11]]
     assert batches_of(skipped) == expected
-    assert isinstance(skipped.batch_sampler, SkipBatchSampler)
-    assert skipped.batch_sampler.total_length == 3
+    assert len(skipped) == 2
     assert skipped.total_batch_size == 4
 
 
@@ -225,17 +225,6 @@ def test_iterable_data_and_loaders_without_batches_can_be_skipped() -> None:
     assert batches_of(skip_first_batches(stream, 2)) == [[4, 5], [6]]
     single = accelerator.prepare(DataLoader(torch.arange(4), batch_size=None))
     assert [int(item) for item in skip_first_batches(single, 3)] == [3]
-
-
-def test_what_has_not_landed_is_refused() -> None:
-    loader = DataLoader(range(4))
-    with pytest.raises(UnsupportedSettingError, match="dispatch_batches"):
-        prepare_data_loader(loader, dispatch_batches=True)
-    with pytest.raises(UnsupportedSettingError, match="use_stateful_dataloader"):
-        prepare_data_loader(loader, use_stateful_dataloader=True)
-    for unbatched in (DataLoader(range(4), batch_size=None), DataLoader(Stream(4), batch_size=None)):
-        with pytest.raises(UnsupportedSettingError, match="batch_size=None"):
-            prepare_data_loader(unbatched, num_processes=2, process_index=0)
 
 
 def test_a_loader_class_with_its_own_iteration_is_told_that_it_is_not_used() -> None:
@@ -265,3 +254,136 @@ def test_a_plain_shard_can_be_built_directly() -> None:
     loader = DataLoaderShard(range(4), batch_size=2)
     assert batches_of(loader) == [[0, 1], [2, 3]]
     assert isinstance(loader.get_sampler(), SequentialSampler)
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 9])
+@ranks(2, 3)
+def test_metrics_over_a_distributed_sampler_count_every_sample_once(n: int) -> None:
+    accelerator = Accelerator()
+    sampler = DistributedSampler(range(n), shuffle=False)
+    with pytest.warns(UserWarning, match="not divided again"):
+        loader = accelerator.prepare(DataLoader(range(n), batch_size=2, sampler=sampler))
+    seen = [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(seen) == list(range(n))
+
+
+@ranks(3)
+def test_data_that_differs_between_ranks_is_used_as_it_is_and_made_even() -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    mine = list(range(100 * rank, 100 * rank + 2 * rank + 1))  # 1, 3 and 5 samples
+    with pytest.warns(UserWarning, match="another data set on every rank"):
+        loader = accelerator.prepare(DataLoader(mine, batch_size=2))
+    steps, seen = 0, []
+    for batch in loader:
+        steps += 1
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    assert steps == 3, "as many as the longest rank has"
+    assert sorted(seen) == [0, 100, 101, 102, 200, 201, 202, 203, 204]
+    assert "already split" in str(loader.plan())
+
+
+@ranks(2)
+def test_a_stream_split_by_node_is_recognised() -> None:
+    accelerator = Accelerator()
+    data = Stream(5 + accelerator.process_index)
+    data._distributed = object()  # as a Hugging Face data set carries it
+    with pytest.warns(UserWarning, match="split by node"):
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
+    seen = [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(seen) == sorted([*range(5), *range(6)])
+
+
+@ranks(2)
+def test_uneven_numbers_of_steps_are_told_before_the_first_step() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=1))
+    with pytest.warns(UserWarning, match="rank 0 takes 3 steps per epoch and rank 1 takes 2"):
+        next(iter(loader))
+    even = accelerator.prepare(DataLoader(range(7), batch_size=2))
+    seen = [i for batch in even for i in accelerator.gather_for_metrics(batch).tolist()]
+    assert seen == list(range(7)), "equal steps with a short last batch are gathered right"
+
+
+@ranks(2)
+def test_two_loaders_side_by_side_are_told_apart() -> None:
+    accelerator = Accelerator()
+    a = accelerator.prepare(DataLoader(range(10), batch_size=2))
+    b = accelerator.prepare(DataLoader(range(7), batch_size=2))
+    seen_a, seen_b = [], []
+    for batch_a, batch_b in zip(a, b, strict=False):
+        seen_a += accelerator.gather_for_metrics(batch_a, dataloader=a).tolist()
+        seen_b += accelerator.gather_for_metrics(batch_b, dataloader=b).tolist()
+    assert (seen_a, seen_b) == (list(range(8)), list(range(7)))
+    seen_a, seen_b = [], []
+    for batch_a in a:
+        seen_a += accelerator.gather_for_metrics(batch_a).tolist()
+        for batch_b in b:
+            seen_b += accelerator.gather_for_metrics(batch_b).tolist()
+        assert accelerator.gradient_state.active_dataloader is a
+    assert (seen_a, seen_b) == (list(range(10)), list(range(7)) * 3)
+
+
+@ranks(2)
+def test_rows_per_sample_and_results_per_batch_are_kept_in_proportion() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    beams, means = [], []
+    for batch in loader:
+        beams += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
+        means += accelerator.gather_for_metrics(batch.float().mean()).tolist()
+    assert beams == [i for i in range(5) for _ in range(3)]
+    assert len(means) == 3, "the second rank had no sample in the last step"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@ranks(2)
+def test_unbatched_loaders_are_shared_out(workers: int) -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    items = torch.arange(10).reshape(5, 2)
+    loader = accelerator.prepare(DataLoader(items, batch_size=None, num_workers=workers))
+    seen = torch.cat([accelerator.gather_for_metrics(item[None]) for item in loader])
+    assert seen.tolist() == items.tolist()
+    lists = accelerator.prepare(
+        DataLoader(items, sampler=BatchSampler(SequentialSampler(items), 2, False), batch_size=None)
+    )
+    seen = torch.cat([accelerator.gather_for_metrics(rows) for rows in lists])
+    assert seen.tolist() == items.tolist()
+    stream = accelerator.prepare(DataLoader(Stream(5), batch_size=None))
+    assert [i for item in stream for i in accelerator.gather_for_metrics(torch.tensor([item])).tolist()] == list(
+        range(5)
+    )
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@ranks(2)
+def test_metrics_over_streams_of_unknown_length_count_every_sample_once(dispatch: bool) -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    for n in (0, 1, 4, 7, 8):
+        for workers in (0, 1):
+            loader = accelerator.prepare(DataLoader(Stream(n), batch_size=2, num_workers=workers))
+            seen = [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
+            assert seen == list(range(n)), (n, workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_persistent_workers_and_epochs(workers: int) -> None:
+    torch.manual_seed(0)
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = prepare_data_loader(DataLoader(range(12), batch_size=4, shuffle=True, **options))
+    epochs = [batches_of(loader) for _ in range(3)]
+    assert all(sorted(i for batch in epoch for i in batch) == list(range(12)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 5, "batches": 2, "order": {"seed": 7}})
+    assert len(batches_of(loader)) == 1
+    assert len(batches_of(loader)) == 3
+
+
+def test_the_plan_says_what_happens() -> None:
+    loader = prepare_data_loader(DataLoader(range(10), batch_size=3), num_processes=2, process_index=0)
+    plan = loader.plan()
+    assert (plan.global_batch, plan.per_process_batch, plan.steps, plan.padding, plan.dropped) == (6, 3, 2, 2, 0)
+    assert "global batch              6 = 2 x 3" in str(plan)
+    dropping = prepare_data_loader(DataLoader(range(10), batch_size=3, drop_last=True))
+    assert (dropping.plan().dropped, dropping.plan().padding) == (1, 0)
+    assert "not known before the end" in str(prepare_data_loader(DataLoader(Stream(3))).plan())

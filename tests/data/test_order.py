@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from accelerate.data.order import SynchronizedRandomSampler, read_order, sized_sampler, synchronized
+from accelerate.data.order import SynchronizedRandomSampler, agreeing_sampler, read_order, sized_sampler
 from accelerate.data_loader import SeedableRandomSampler
 from tests.ranks import run_on_ranks
 
@@ -54,19 +55,23 @@ def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
 
 def test_only_torchs_plain_random_sampler_is_replaced() -> None:
     subset = SubsetRandomSampler(range(4))
-    assert synchronized(subset, seedable=True, data_seed=None) is subset
+    choice = {"constant_memory": False, "data_seed": 1}
+    assert agreeing_sampler(subset, seedable=True, **choice) is subset
     own_generator = RandomSampler(range(4), generator=torch.Generator())
-    assert synchronized(own_generator, seedable=False, data_seed=None) is own_generator
-    seedable = synchronized(own_generator, seedable=True, data_seed=1)
+    assert agreeing_sampler(own_generator, seedable=False, **choice) is own_generator
+    seedable = agreeing_sampler(own_generator, seedable=True, **choice)
     assert isinstance(seedable, SeedableRandomSampler)
     assert seedable.generator is own_generator.generator
 
 
 def test_known_orders_are_read_at_once_and_others_only_by_iterating() -> None:
-    assert read_order(SequentialSampler(range(5))) == range(5)
+    positions = np.array([4, 0, 2])
+    assert read_order(SequentialSampler(range(5))).at(positions).tolist() == [4, 0, 2]
     torch.manual_seed(0)
     expected = list(RandomSampler(range(9)))
     torch.manual_seed(0)
-    assert list(read_order(RandomSampler(range(9)))) == expected
+    order = read_order(RandomSampler(range(9)))
+    assert order.at(positions).tolist() == [expected[4], expected[0], expected[2]]
+    assert len(order) == 9
     assert sized_sampler(BatchSampler(SequentialSampler(range(5)), 2, False)) is not None
     assert sized_sampler(BatchSampler(SubsetRandomSampler(range(5)), 2, False)) is None

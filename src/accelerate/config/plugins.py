@@ -192,6 +192,8 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    constant_memory_shuffle: bool = False
+    """Shuffle by a function of (seed, epoch, position) instead of a permutation kept in memory; for huge data sets."""
 
 
 @dataclass

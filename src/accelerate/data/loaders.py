@@ -1,39 +1,31 @@
-"""Prepared data loaders: the same `DataLoader`, its share of the data, on the right device."""
+"""Prepared data loaders: the same `DataLoader`, its share of the data, on the right device, knowing where they are."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.distributed import DistributedSampler
 
 from ..config.enums import RNGType
-from ..config.settings import NOT_YET
-from ..errors import UnsupportedSettingError
 from ..runtime import device as devices
 from ..runtime.gradient_state import GradientState
-from ..runtime.nested import send_to_device
+from ..runtime.nested import find_batch_size, send_to_device
+from ..runtime.progress import progress
 from ..runtime.random import synchronize_rng_states
-from ..runtime.runtime import Runtime
-from .order import sized_sampler, synchronized
-from .sharding import BatchSamplerShard, IterableDatasetShard
-
-_LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+from .metrics import PartialRound
+from .order import OrderKeeper, sized_sampler
+from .plan import DataPlan
+from .position import Position, PositionError
+from .sharding import BatchSamplerShard, IterableDatasetShard, SampleOfLastRound
 
 
 class SkipBatchSampler(BatchSampler):
@@ -51,9 +43,7 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for index, batch in enumerate(self.batch_sampler):
-            if index >= self.skip_batches:
-                yield batch
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     @property
     def total_length(self) -> int:
@@ -64,8 +54,309 @@ class SkipBatchSampler(BatchSampler):
         return max(0, self.total_length - self.skip_batches)
 
 
-class DataLoaderShard(DataLoader[Any]):
-    """A `DataLoader` that knows its place among the processes and tells the training loop where it is."""
+class IndexSource:
+    """What the plain loader draws indices from: a batch sampler (or sampler) that can begin anywhere.
+
+    It is one object for the life of the loader, because persistent workers keep it between epochs.
+    """
+
+    def __init__(self, samples: Any, keeper: OrderKeeper) -> None:
+        self.samples = samples
+        self.keeper = keeper
+        self.start = 0
+        self.key: dict[str, Any] | None = None
+        """What the next epoch's order is to be drawn from; None to draw a new one."""
+        self._drawn: Iterator[Any] | None = None
+
+    def draw_first(self) -> None:
+        """Draw the first indices now, so that whatever is random about the order is drawn now."""
+        indices = self._indices()
+        first = next(indices, None)
+        self._drawn = iter(()) if first is None else chain([first], indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield indices; nothing is taken before the first is asked for: loaders with workers call `iter` twice."""
+        drawn, self._drawn = self._drawn, None
+        yield from self._indices() if drawn is None else drawn
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _indices(self) -> Iterator[Any]:
+        """Begin the epoch's order when the first indices are asked for, as the plain loader does."""
+        start, key, self.start, self.key = self.start, self.key, 0, None
+        self.keeper.begin_epoch(key)
+        if isinstance(self.samples, BatchSamplerShard):
+            yield from self.samples.iterate_from(start)
+        elif sized_sampler(self.samples) is not None:
+            yield from BatchSamplerShard(self.samples, 1, 0, even_batches=False).iterate_from(start)
+        else:
+            yield from islice(iter(self.samples), start, None)
+
+
+@dataclass
+class BatchOfLastRound:
+    """A batch of an incomplete round, with the number of real samples in that round."""
+
+    batch: Any
+    num_real: int
+
+    def pin_memory(self) -> BatchOfLastRound:
+        """Pin the batch inside, as the loader's pinning thread asks for."""
+        return BatchOfLastRound(pin_memory(self.batch), self.num_real)  # type: ignore[no-untyped-call]
+
+
+class TellingCollate:
+    """Collate samples, and carry the mark of an incomplete round past the user's own collate function."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate a list of samples, or convert a single one."""
+        first = samples[0] if isinstance(samples, list) and samples else samples
+        if not isinstance(first, SampleOfLastRound):
+            return self.collate_fn(samples)
+        plain = [marked.sample for marked in samples] if isinstance(samples, list) else samples.sample
+        return BatchOfLastRound(self.collate_fn(plain), first.num_real)
+
+
+class PreparedLoader(DataLoader[Any]):
+    """What all prepared loaders share: the position, and telling the training loop where it is."""
+
+    device: torch.device | None
+    split_batches = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        device: torch.device | None,
+        skip_batches: int,
+        drops_last: bool,
+        non_blocking: bool,
+        iteration: int,
+        num_processes: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.device = device
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+        self.num_processes = num_processes
+        self.gradient_state = GradientState()
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.partial_round: PartialRound | None = None
+        """The current round, where it is not full."""
+        self.keeper = OrderKeeper(self.get_sampler())
+        self.index_source = IndexSource(super()._index_sampler, self.keeper)
+        self._drop_last = drops_last
+        self._non_blocking = non_blocking
+        self._batches_done = 0
+        self._began = False
+        self._resume: Position | None = None
+        self._start = 0
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def _index_sampler(self) -> Any:
+        """Give the plain loader our source of indices, which can begin anywhere."""
+        source = self.__dict__.get("index_source")
+        return super()._index_sampler if source is None else source
+
+    @property
+    def total_batch_size(self) -> int:
+        """Return the samples that all processes consume in one step."""
+        raise NotImplementedError
+
+    @property
+    def batches_per_round(self) -> int:
+        """Return how many base batches one step consumes."""
+        return 1 if self.split_batches else self.num_processes
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches // self.batches_per_round)
+
+    @property
+    def base_batch_size(self) -> int | None:
+        """Return the samples of a batch of the plain loader."""
+        raise NotImplementedError
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Return the samples that one epoch hands out, over all processes."""
+        source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        sampler = self.get_sampler()
+        sized = hasattr(sampler, "__len__") and not isinstance(source, IterableDataset)
+        return len(sampler if sized else source)
+
+    def get_sampler(self) -> Any:
+        """Return the sampler that decides the order."""
+        found = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        while (inner := getattr(found, "sampler", None)) is not None:
+            found = inner
+        return found
+
+    def plan(self) -> DataPlan:
+        """Return how the data is shared out: print it."""
+        try:
+            samples: int | None = self.total_dataset_length
+            steps: int | None = len(self)
+        except TypeError:
+            samples = steps = None
+        return DataPlan(
+            samples=samples,
+            num_processes=self.num_processes,
+            global_batch=self.total_batch_size,
+            steps=steps,
+            drops_last=self._drop_last,
+            fills_last=self._fills_last(),
+            mode=self._mode(),
+        )
+
+    def _fills_last(self) -> bool:
+        return self.num_processes > 1
+
+    def _mode(self) -> str:
+        raise NotImplementedError
+
+    # --- where it is ----------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, for whatever under this loader wants to know it."""
+        self.iteration = epoch
+        told: set[int] = set()
+        parts: list[Any] = [self.batch_sampler, self.sampler, self.get_sampler(), self.dataset]
+        parts.append(getattr(self.batch_sampler, "batch_sampler", None))
+        for part in parts:
+            if hasattr(part, "set_epoch") and id(part) not in told:
+                told.add(id(part))
+                part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: plain data, global, the same on every rank."""
+        if self._resume is not None:
+            return self._resume.to_dict()
+        if not self._began:
+            position = Position(epoch=self.iteration, batches=self.skip_batches, order=self.keeper.key_of_next_epoch())
+        elif self.end_of_dataloader:
+            position = Position(epoch=self.iteration + 1, order=self.keeper.key_of_next_epoch())
+        else:
+            position = Position(
+                epoch=self.iteration,
+                batches=self._batches_done,
+                order=self.keeper.key(),
+                dataset=self._dataset_state(),
+            )
+        return {
+            **position.to_dict(),
+            "batch_size": self.base_batch_size,
+            "num_processes": self.num_processes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on from a position, saved on this or another number of processes."""
+        position = Position.from_dict(state_dict)
+        position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
+        self._resume = position
+
+    def _dataset_state(self) -> Any:
+        return None
+
+    def begin(self) -> None:
+        """Announce to the training loop that this loader is being iterated."""
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """Announce that the iteration is over."""
+        self.gradient_state._remove_dataloader(self)
+
+    # --- iterating ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self.set_epoch(resume.epoch)
+            self._start = resume.batches_of(self.base_batch_size)
+        else:
+            self.set_epoch(self.iteration + 1 if self._began else self.iteration)
+            self._start = self.skip_batches
+        self._began = True
+        self._batches_done = self._start
+        self.end_of_dataloader = False
+        self.partial_round = None
+        self.remainder = self._real_samples_in_last_round()
+        self._before_epoch()
+        self.begin()
+        try:
+            yield from self._rounds(resume)
+        finally:
+            self.end()
+
+    def _before_epoch(self) -> None:
+        """Do what the processes must do together before an epoch."""
+
+    def _rounds(self, resume: Position | None) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _real_samples_in_last_round(self) -> int:
+        """Return the published `remainder`: 0 for a full last round, -1 where it is not known."""
+        raise NotImplementedError
+
+    def _mark_last(self, partial: PartialRound | None) -> None:
+        """Announce the last round."""
+        self.end_of_dataloader = True
+        self.partial_round = partial
+        if partial is not None:
+            self.remainder = sum(partial.counts)
+
+    def _partial_round(self, num_real: int, rank: int | None = None) -> PartialRound | None:
+        """Deal the real samples of a round to the ranks in order; None where all are full.
+
+        Give the rank where its batch holds no more than its real samples; else batches are filled up.
+        """
+        share = self.total_batch_size // self.num_processes
+        if num_real == share * self.num_processes:
+            return None
+        counts = [min(max(num_real - rank * share, 0), share) for rank in range(self.num_processes)]
+        return PartialRound(counts=counts, full=share, rows=share if rank is None else counts[rank])
+
+    def _open(self, resume: Position | None) -> Iterator[Any]:
+        """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""
+        if isinstance(self.dataset, IterableDataset):
+            return super().__iter__()
+        self.index_source.start = self._index_start()
+        if resume is None:
+            return super().__iter__()
+        self.index_source.key = resume.order
+        with _generator_restored():
+            self.index_source.draw_first()
+            return super().__iter__()
+
+    def _index_start(self) -> int:
+        return self._start
+
+    def _placement(self) -> Callable[[Any], Any] | None:
+        device = self.device
+        if device is None or devices.is_cpu(device):
+            return None  # batches are made on the CPU
+        return lambda batch: send_to_device(batch, device, non_blocking=self._non_blocking)
+
+
+@contextmanager
+def _generator_restored() -> Iterator[None]:
+    """Put torch's generator back afterwards: opening a loader draws numbers that a running one drew long ago."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader whose process reads its own share."""
 
     def __init__(
         self,
@@ -79,106 +370,229 @@ class DataLoaderShard(DataLoader[Any]):
         _non_blocking: bool = False,
         torch_device_mesh: Any = None,
         iteration: int = 0,
+        _split_elsewhere: bool = False,
+        _num_processes: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if use_stateful_dataloader:
-            raise UnsupportedSettingError("use_stateful_dataloader=True", NOT_YET, "Leave it out.")
-        super().__init__(dataset, **kwargs)
-        self.device = device
+        shard = _shard_in(kwargs)
+        if shard is not None:
+            num_processes = shard.num_processes
+        elif isinstance(dataset, IterableDatasetShard):
+            num_processes = dataset.num_processes
+        else:
+            num_processes = _num_processes or 1
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            drops_last=_drop_last,
+            non_blocking=_non_blocking,
+            iteration=iteration,
+            num_processes=num_processes,
+            **kwargs,
+        )
+        self.shard = shard
+        self.split_batches = bool(getattr(shard or dataset, "split_batches", False))
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
-        self.iteration = iteration
-        self.gradient_state = GradientState()
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
+        self.joined = False
+        """Somebody takes care of ranks with fewer batches."""
+        self._split_elsewhere = _split_elsewhere
+        self._told_uneven = False
+        self._own_samples_left: int | None = None
+        self._state_before_reading_ahead: Any = None
+        self.base_dataloader: Any = self._stateful_loader(kwargs) if use_stateful_dataloader else None
+
+    def _stateful_loader(self, kwargs: dict[str, Any]) -> Any:
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError as error:
+            raise ImportError(
+                "use_stateful_dataloader=True needs torchdata: pip install torchdata. Without it, prepared loaders "
+                "keep their position by themselves."
+            ) from error
+        return StatefulDataLoader(self.dataset, **kwargs)
 
     @property
     def total_batch_size(self) -> int:
         """Return the samples that all processes consume in one step."""
-        shard = self._shard
-        if shard is not None and shard.batch_size is not None:
-            return shard.batch_size if shard.split_batches else shard.batch_size * shard.num_processes
+        if self.shard is not None and self.shard.batch_size is not None:
+            return self.shard.share * self.num_processes
         if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset._round_size
-        return getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
+            return self.dataset.round_size
+        own = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
+        return own * self.num_processes
 
     @property
-    def total_dataset_length(self) -> int:
-        """Return the samples that one epoch hands out, over all processes."""
-        source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        return len(sampler if sampler is not None and hasattr(sampler, "__len__") else source)
+    def base_batch_size(self) -> int | None:
+        """Return the samples of a batch of the plain loader."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.batch_size
+        if self.batch_sampler is None:
+            return 1
+        return getattr(self.batch_sampler, "batch_size", None)
 
-    @property
-    def _shard(self) -> BatchSamplerShard | None:
-        found: Any = self.batch_sampler
-        if isinstance(found, SkipBatchSampler):
-            found = found.batch_sampler
-        return found if isinstance(found, BatchSamplerShard) else None
+    def _mode(self) -> str:
+        if self._split_elsewhere:
+            return "the data came already split by rank; used as it is"
+        return "each process reads its own share"
 
-    def get_sampler(self) -> Any:
-        """Return the sampler that decides the order."""
-        return getattr(self.batch_sampler, "sampler", None) or self.sampler
+    def _fills_last(self) -> bool:
+        return super()._fills_last() and (self.shard is None or self.shard.even_batches)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, for whatever under this loader wants to know it."""
-        self.iteration = epoch
-        parts: tuple[Any, ...] = (self.batch_sampler, self.get_sampler(), self.dataset)
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+    def _index_start(self) -> int:
+        return self._start if self.shard is not None else self._start // self.batches_per_round
 
-    def begin(self) -> None:
-        """Announce to the training loop that this loader is being iterated."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-        if not self._drop_last:
-            try:
-                self.remainder = self.total_dataset_length % self.total_batch_size
-            except TypeError:  # data of unknown length
-                self.remainder = -1
-        self.gradient_state._add_dataloader(self)
+    def _dataset_state(self) -> Any:
+        if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states:
+            return self.dataset.states[-1]
+        return None
 
-    def end(self) -> None:
-        """Announce that the iteration is over."""
-        self.gradient_state._remove_dataloader(self)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; with torchdata's loader, every rank's own state (call it on every rank)."""
+        if self.base_dataloader is None:
+            return super().state_dict()
+        state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
+        own = {"epoch": self.iteration, "batches": self._batches_done, "loader": state}
+        per_rank: list[Any] = [own]
+        if self.num_processes > 1:
+            per_rank = [None] * self.num_processes
+            dist.all_gather_object(per_rank, own)
+        return {"stateful_dataloader": per_rank}
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on from a position."""
+        if self.base_dataloader is None:
+            super().load_state_dict(state_dict)
+            return
+        per_rank = state_dict.get("stateful_dataloader")
+        if per_rank is None or len(per_rank) != self.num_processes:
+            saved = "none" if per_rank is None else len(per_rank)
+            raise PositionError(
+                f"torchdata's loader keeps one state per rank: this run has {self.num_processes} processes and the "
+                f"state holds {saved}. Resume on that many, or leave out use_stateful_dataloader."
+            )
+        own = per_rank[dist.get_rank() if self.num_processes > 1 else 0]
+        self._resume = Position(epoch=own["epoch"], batches=own["batches"], batch_size=self.base_batch_size)
+        self.base_dataloader.load_state_dict(own["loader"])
+
+    def _before_epoch(self) -> None:
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.set_epoch(self.iteration)
-        self.begin()
-        try:
-            yield from self._batches()
-        finally:
-            self.iteration += 1
-            self.end()
+        if not self._told_uneven:
+            self._told_uneven = True
+            self._tell_uneven()
 
-    def _batches(self) -> Iterator[Any]:
-        batches: Iterator[Any] = super().__iter__()
-        if self.skip_batches and not isinstance(self.batch_sampler, SkipBatchSampler):
-            for _ in range(self.skip_batches):
-                next(batches, None)
+    def _tell_uneven(self) -> None:
+        """Warn of ranks that will take different numbers of steps, before one of them waits for ever."""
+        shard = self.shard
+        if shard is None or shard.even_batches or shard.drop_last or self.joined:
+            return
+        if not hasattr(shard.batch_sampler, "__len__"):
+            return
+        steps = [
+            len(BatchSamplerShard(shard.batch_sampler, shard.num_processes, rank, shard.split_batches, False))
+            for rank in (0, shard.num_processes - 1)
+        ]
+        if steps[0] != steps[1]:
+            warnings.warn(
+                f"With even_batches=False rank 0 takes {steps[0]} steps per epoch and rank {shard.num_processes - 1} "
+                f"takes {steps[1]}: collectives in the last step would wait for ever. Wrap the loop in "
+                "accelerator.join_uneven_inputs([model]), or leave even_batches at True.",
+                stacklevel=4,
+            )
+
+    def _real_samples_in_last_round(self) -> int:
+        if self._drop_last:
+            return -1
+        if self.shard is not None:
+            real = self.shard.real_samples_in_last_round(self._start)
+            return -1 if real is None else real % self.total_batch_size
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except TypeError:  # data of unknown length
+            return -1
+
+    def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
+        batches = self._opened(resume)
+        if self._split_elsewhere:
+            yield from self._agreed_rounds(batches, place)
+            return
+        step = self.batches_per_round
+        bring_forward = self.gradient_state._bring_forward
         last = self._last_index()
         if last is None:
-            for batch, is_last in _marking_last(batches):
-                self.end_of_dataloader = is_last
+            for batch, is_last in marking_last(batches):
+                batch, self.partial_round = self._unmarked(batch, is_last)
+                if is_last:
+                    self._mark_last(self.partial_round)
+                self._batches_done += step
+                bring_forward(self)
                 yield batch if place is None else place(batch)
             return
         for index, batch in enumerate(batches):
             if index == last:
-                self.end_of_dataloader = True
+                self._mark_last(self._partial_last_round())
+            self._batches_done += step
+            bring_forward(self)
             yield batch if place is None else place(batch)
 
-    def _placement(self) -> Callable[[Any], Any] | None:
-        device = self.device
-        if device is None or devices.is_cpu(device):
-            return None  # batches are made on the CPU
-        return lambda batch: send_to_device(batch, device, non_blocking=self._non_blocking)
+    def _opened(self, resume: Position | None) -> Iterator[Any]:
+        if self.base_dataloader is not None:
+            batches: Iterator[Any] = iter(self.base_dataloader)
+            return batches if self._last_index() is not None else self._noting_state(batches)
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self._opened_stream(self.dataset, resume)
+        return self._open(resume)
+
+    def _noting_state(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Keep the state from before each read, since the batch that is read ahead is not consumed yet."""
+        while True:
+            self._state_before_reading_ahead = self.base_dataloader.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _opened_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
+        """Start an iterable data set where it was: by its own state, else by reading on."""
+        stream.keeps_states = self.num_workers == 0 and _has_state(stream.dataset)
+        stream.states.clear()
+        if resume is not None and resume.dataset is not None and stream.keeps_states:
+            stream.dataset.load_state_dict(resume.dataset)
+            return self._open(resume)
+        if self._start == 0:
+            return self._open(resume)
+        if resume is not None:
+            self._tell_reading_on(stream)
+        if self.num_workers <= 1:
+            stream.samples_to_skip = self._start * stream.batch_size
+            return self._open(resume)
+        if resume is not None and resume.num_processes != self.num_processes:
+            raise PositionError(
+                f"An iterable data set with {self.num_workers} workers deals batches by worker, so its position holds "
+                f"for {resume.num_processes} processes only and this run has {self.num_processes}. Resume on "
+                f"{resume.num_processes}, or use at most one worker."
+            )
+        batches = self._open(resume)
+        for _ in progress(range(self._start // self.batches_per_round), "Reading on to the position", "batches"):
+            next(batches, None)
+        return batches
+
+    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+        name = type(stream.dataset).__name__
+        remedy = (
+            "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
+            if _has_state(stream.dataset)
+            else "give it state_dict() and load_state_dict()"
+        )
+        warnings.warn(
+            f"{name} is read from its beginning to come back to batch {self._start} of epoch {self.iteration}. To seek "
+            f"instead, {remedy}, or use a map-style data set.",
+            stacklevel=5,
+        )
 
     def _last_index(self) -> int | None:
         """Return the index of the last batch, where the length can be trusted.
@@ -186,14 +600,84 @@ class DataLoaderShard(DataLoader[Any]):
         Elsewhere a batch is read ahead to find out. That is avoided where possible because reading ahead draws random
         numbers (augmentation) earlier than the plain loader would.
         """
-        shard = self._shard
-        inner = shard.batch_sampler if shard is not None else self.batch_sampler
-        if isinstance(inner, SkipBatchSampler):
-            inner = inner.batch_sampler
-        return len(self) - 1 if sized_sampler(inner) is not None and not self.skip_batches else None
+        if self.shard is not None:
+            trusted = sized_sampler(self.shard.batch_sampler) is not None
+            return self.shard.num_rounds_from(self._start) - 1 if trusted else None
+        if sized_sampler(self.batch_sampler) is not None:
+            return len(self) - self._index_start() - 1
+        return None
+
+    def _partial_last_round(self) -> PartialRound | None:
+        shard = self.shard
+        real = shard.real_samples_in_last_round(self._start) if shard is not None else None
+        if shard is None or real is None or not shard.takes_part_in_last_round(self._start):
+            return None
+        return self._partial_round(real, None if self._fills_last() else shard.process_index)
+
+    def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
+        """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
+        if isinstance(batch, BatchOfLastRound):
+            return batch.batch, self._partial_round(batch.num_real)
+        return batch, self._partial_last_round() if is_last else None
+
+    def _agreed_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
+        """Go on until every rank is at its end: a rank that is there repeats its last batch, which counts nothing.
+
+        The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
+        """
+        self._own_samples_left = _real_samples_of(self.get_sampler())
+        upcoming = next(batches, None)
+        here = upcoming
+        more = self._tell_each_other(upcoming)
+        while any(more):
+            counts, here = more, (upcoming if upcoming is not None else here)
+            upcoming = next(batches, None)
+            more = self._tell_each_other(upcoming)
+            full = max(counts)
+            alike = all(count == full for count in counts)
+            rows = find_batch_size(here) or 1
+            partial = None if alike else PartialRound(counts=counts, full=full, rows=rows)
+            self.partial_round = partial
+            if not any(more):
+                self._mark_last(partial)
+            self._batches_done += self.batches_per_round
+            self.gradient_state._bring_forward(self)
+            yield here if place is None else place(here)
+
+    def _tell_each_other(self, batch: Any) -> list[int]:
+        """Return the number of samples in every rank's next batch; 0 at its end."""
+        mine = 0 if batch is None else (find_batch_size(batch) or 1)
+        if self._own_samples_left is not None:
+            mine = min(mine, self._own_samples_left)
+            self._own_samples_left -= mine
+        counts = [mine]
+        if self.num_processes > 1:
+            tensor = torch.tensor([mine], device=self.device or "cpu")
+            gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+            dist.all_gather(gathered, tensor)
+            counts = [int(count) for count in gathered]
+        return counts
 
 
-def _marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+def _shard_in(options: dict[str, Any]) -> BatchSamplerShard | None:
+    found = options.get("batch_sampler") if options.get("batch_sampler") is not None else options.get("sampler")
+    if isinstance(found, SkipBatchSampler):
+        found = found.batch_sampler
+    return found if isinstance(found, BatchSamplerShard) else None
+
+
+def _real_samples_of(sampler: Any) -> int | None:
+    """Return how many samples a `DistributedSampler` has for its rank before it repeats some; None for others."""
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """Pair every item with whether it is the last, reading one item ahead."""
     try:
         held = next(items)
@@ -203,153 +687,3 @@ def _marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         yield held, False
         held = item
     yield held, True
-
-
-def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options with which a like loader can be built."""
-    return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
-
-
-def prepare_data_loader(
-    dataloader: DataLoader[Any],
-    device: torch.device | None = None,
-    num_processes: int | None = None,
-    process_index: int | None = None,
-    split_batches: bool = False,
-    put_on_device: bool = False,
-    rng_types: Sequence[RNGType | str] | None = None,
-    dispatch_batches: bool | None = None,
-    even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    use_seedable_sampler: bool = False,
-    data_seed: int | None = None,
-    non_blocking: bool = False,
-    use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
-) -> DataLoaderShard:
-    """Return a loader that hands this process its share of the data, placed on `device` if asked for."""
-    if isinstance(dataloader, DataLoaderShard):
-        return dataloader
-    if dispatch_batches:
-        raise UnsupportedSettingError("dispatch_batches=True", NOT_YET, "Leave it out: each process reads its share.")
-    runtime = Runtime.current()
-    num_processes = runtime.num_processes if num_processes is None else num_processes
-    process_index = runtime.process_index if process_index is None else process_index
-    if type(dataloader).__iter__ is not DataLoader.__iter__:
-        warnings.warn(
-            f"{type(dataloader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
-            "dataset, sampler and options, and does not call that method.",
-            stacklevel=2,
-        )
-
-    options = loader_options(dataloader)
-    dataset = dataloader.dataset
-    generator: torch.Generator | None = None
-    drop_last = bool(dataloader.drop_last)
-    if isinstance(dataset, IterableDataset):
-        if num_processes > 1:
-            if dataloader.batch_size is None:
-                raise UnsupportedSettingError(
-                    "batch_size=None with an iterable data set on several processes",
-                    NOT_YET,
-                    "Give a batch_size.",
-                )
-            dataset = IterableDatasetShard(
-                dataset, dataloader.batch_size, drop_last, num_processes, process_index, split_batches
-            )
-        share = dataloader.batch_size
-        if split_batches and share is not None:
-            share //= num_processes
-        options |= {"batch_size": share, "drop_last": drop_last}
-    elif dataloader.batch_sampler is None:
-        if num_processes > 1:
-            raise UnsupportedSettingError("batch_size=None on several processes", NOT_YET, "Give a batch_size.")
-        options |= {"sampler": dataloader.sampler, "batch_size": None}
-    else:
-        batch_sampler, generator = _shared_out(
-            dataloader.batch_sampler,
-            num_processes,
-            process_index,
-            split_batches=split_batches,
-            even_batches=even_batches,
-            seedable=use_seedable_sampler,
-            data_seed=data_seed,
-        )
-        drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        options["batch_sampler"] = batch_sampler
-    return DataLoaderShard(
-        dataset,
-        device=device if put_on_device else None,
-        rng_types=_synchronizable(rng_types, generator, num_processes),
-        synchronized_generator=generator,
-        use_stateful_dataloader=use_stateful_dataloader,
-        _drop_last=drop_last,
-        _non_blocking=non_blocking,
-        **options,
-    )
-
-
-def _shared_out(
-    batch_sampler: Any,
-    num_processes: int,
-    process_index: int,
-    *,
-    split_batches: bool,
-    even_batches: bool,
-    seedable: bool,
-    data_seed: int | None,
-) -> tuple[Any, torch.Generator | None]:
-    """Return this process's batch sampler, and the user's generator that must agree across processes."""
-    if num_processes == 1 and not seedable:
-        return batch_sampler, None  # the plain loader's order, to the bit
-    sampler: Any = getattr(batch_sampler, "sampler", None)
-    if isinstance(sampler, DistributedSampler):
-        warnings.warn(
-            "This data loader already has a DistributedSampler: it is used as it is, and not divided again.",
-            stacklevel=3,
-        )
-        return batch_sampler, None
-    agreed: Any = synchronized(sampler, seedable=seedable, data_seed=data_seed)
-    if agreed is not sampler:
-        batch_sampler = BatchSampler(agreed, batch_sampler.batch_size, batch_sampler.drop_last)
-    elif num_processes > 1 and getattr(agreed, "generator", agreed) is None:
-        agreed.generator = torch.Generator()  # a weighted or subset sampler would draw differently on each process
-        agreed.generator.manual_seed(torch.random.initial_seed())
-    if num_processes > 1:
-        batch_sampler = BatchSamplerShard(batch_sampler, num_processes, process_index, split_batches, even_batches)
-    own_generator = getattr(agreed, "generator", None) if agreed is sampler else None
-    return batch_sampler, own_generator
-
-
-def _synchronizable(
-    rng_types: Sequence[RNGType | str] | None, generator: torch.Generator | None, num_processes: int
-) -> list[RNGType | str] | None:
-    """Drop the generators that are not there; None where nothing is left to synchronise."""
-    if num_processes == 1 or rng_types is None:
-        return None
-    kept = [kind for kind in rng_types if generator is not None or str(kind) != RNGType.GENERATOR]
-    return kept or None
-
-
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
-    """Return a loader like this one that starts after its first batches."""
-    options = loader_options(dataloader)
-    if dataloader.batch_sampler is None or isinstance(dataloader.dataset, IterableDataset):
-        options |= {"batch_size": dataloader.batch_size}
-        if not isinstance(dataloader.dataset, IterableDataset):
-            options["sampler"] = dataloader.sampler
-        else:
-            options["drop_last"] = dataloader.drop_last
-        options["skip_batches"] = num_batches
-    else:
-        options["batch_sampler"] = SkipBatchSampler(dataloader.batch_sampler, skip_batches=num_batches)
-    if isinstance(dataloader, DataLoaderShard):
-        options |= {
-            "device": dataloader.device,
-            "rng_types": dataloader.rng_types,
-            "synchronized_generator": dataloader.synchronized_generator,
-            "iteration": dataloader.iteration,
-            "_drop_last": dataloader._drop_last,
-            "_non_blocking": dataloader._non_blocking,
-        }
-    return DataLoaderShard(dataloader.dataset, **options)

@@ -1,19 +1,25 @@
 """Which samples are mine: a global order cut into equal rounds, one part of each round per process.
 
-A round is what all processes consume in one step: `num_processes` batches, or one batch cut into
-`num_processes` pieces with `split_batches`. With `even_batches` the last round is filled up from the beginning of
-the order; the number of real samples in it is the loader's `remainder`.
+A round is what all processes consume in one step: `num_processes` batches, or one batch cut into `num_processes` pieces
+with `split_batches`. With `even_batches` the last round is filled up from the beginning of the order; how many of its
+samples are real is what `real_samples_in_last_round` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+import numpy as np
+from torch.utils.data import BatchSampler, IterableDataset
 
-from .order import read_order, sized_sampler
+from ..runtime.progress import progress
+from .order import Order, read_order, sized_sampler
+
+_BLOCK = 4096  # samples whose positions are computed together
 
 
 class BatchSamplerShard(BatchSampler):
@@ -21,7 +27,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __init__(
         self,
-        batch_sampler: Sampler[Any],
+        batch_sampler: Iterable[list[Any]],
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
@@ -39,7 +45,7 @@ class BatchSamplerShard(BatchSampler):
                 f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
                 f"{self.batch_size}: use a multiple of {num_processes}."
             )
-        if self.batch_size is None and even_batches:
+        if self.batch_size is None and even_batches and num_processes > 1:
             raise ValueError(
                 f"{type(batch_sampler).__name__} has no batch_size, so its last batches cannot be made even: pass "
                 "DataLoaderConfiguration(even_batches=False), and join_uneven_inputs() if the ranks' counts differ."
@@ -55,65 +61,113 @@ class BatchSamplerShard(BatchSampler):
         """Return the number of global batches."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
+    @property
+    def batches_per_round(self) -> int:
+        """Return how many global batches one step consumes."""
+        return 1 if self.split_batches else self.num_processes
+
+    @property
+    def share(self) -> int:
+        """Return the samples of one process in a full round."""
+        assert self.batch_size is not None
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
     def __len__(self) -> int:
-        sampler = sized_sampler(self.batch_sampler)
-        if sampler is not None:
-            return self._num_rounds(len(sampler))  # type: ignore[arg-type]
+        return self.num_rounds_from(0)
+
+    def num_rounds_from(self, start: int) -> int:
+        """Return how many batches this process gets, beginning with global batch `start`."""
+        num_samples = self._num_samples()
+        if num_samples is not None and self.batch_size is not None:
+            return self._num_rounds(num_samples - start * self.batch_size)
         if self.split_batches:
-            return self.total_length
-        whole, rest = divmod(self.total_length, self.num_processes)
+            return max(0, self.total_length - start)
+        whole, rest = divmod(max(0, self.total_length - start), self.num_processes)
         if self.drop_last or rest == 0:
             return whole
         return whole + 1 if self.even_batches or self.process_index < rest else whole
 
+    def _num_samples(self) -> int | None:
+        """Return the samples of an epoch, unless a custom batch sampler makes another number of batches of them."""
+        if self.batch_size is None or not hasattr(self.sampler, "__len__"):
+            return None
+        if sized_sampler(self.batch_sampler) is None:
+            whole, rest = divmod(len(self.sampler), self.batch_size)
+            if self.total_length != whole + (rest > 0 and not self.drop_last):
+                return None
+        return len(self.sampler)
+
+    def real_samples_in_last_round(self, start: int) -> int | None:
+        """Return how many samples of the last round are no filling; None where only iterating tells."""
+        num_samples = self._num_samples()
+        if num_samples is None or self.batch_size is None:
+            return None
+        round_size = self.share * self.num_processes
+        remaining = num_samples - start * self.batch_size
+        return round_size if self.drop_last else (remaining % round_size or round_size)
+
+    def takes_part_in_last_round(self, start: int) -> bool:
+        """Tell whether this process has a batch in the last round; without `even_batches` some may not."""
+        if self.even_batches or self.drop_last:
+            return True
+        real = self.real_samples_in_last_round(start)
+        return real is not None and real > self.process_index * self.share
+
     def __iter__(self) -> Iterator[list[Any]]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, start: int) -> Iterator[list[Any]]:
+        """Yield this process's batches, beginning with global batch `start`."""
         sampler = sized_sampler(self.batch_sampler)
-        if sampler is not None:  # read with the first batch, where the plain loader draws its random numbers too
-            yield from self._by_position(read_order(sampler))
+        if sampler is not None:  # drawn with the first batch, where the plain loader draws its random numbers too
+            yield from self._by_position(read_order(sampler), start)
         elif self.split_batches:
-            yield from self._split_stream()
+            yield from self._split_stream(start)
         else:
-            yield from self._dealt_stream()
-
-    # Positions: round k of rank r covers samples [k * round_size + r * share, + share) of the order.
-
-    @property
-    def _share(self) -> int:
-        assert self.batch_size is not None
-        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+            yield from self._dealt_stream(start)
 
     def _num_rounds(self, num_samples: int) -> int:
-        round_size = self._share * self.num_processes
+        round_size = self.share * self.num_processes
         if self.drop_last:
-            return num_samples // round_size
+            return max(0, num_samples // round_size)
         if self.even_batches:
-            return -(-num_samples // round_size)
-        mine = num_samples - self.process_index * self._share  # samples from my first one on
+            return max(0, -(-num_samples // round_size))
+        mine = num_samples - self.process_index * self.share  # samples from my first one on
         return max(0, -(-mine // round_size))
 
-    def _by_position(self, order: Sequence[int]) -> Iterator[list[Any]]:
-        share, num_samples = self._share, len(order)
+    def _by_position(self, order: Order, start: int) -> Iterator[list[Any]]:
+        """Read the samples [first + k * round_size, + share) of the order, for every round k."""
+        assert self.batch_size is not None
+        share, total = self.share, len(order)
         round_size = share * self.num_processes
-        for start in range(
-            self.process_index * share,
-            self.process_index * share + self._num_rounds(num_samples) * round_size,
-            round_size,
-        ):
-            stop = start + share
-            if stop <= num_samples or not self.even_batches:
-                yield list(order[start:stop])
-            else:
-                yield [order[position % num_samples] for position in range(start, stop)]
+        first = start * self.batch_size + self.process_index * share
+        num_rounds = self._num_rounds(total - start * self.batch_size)
+        samples_of_a_round = np.arange(first, first + share)
+        rounds_per_block = max(1, _BLOCK // share)
+        for begin in range(0, num_rounds, rounds_per_block):
+            rounds = np.arange(begin, min(begin + rounds_per_block, num_rounds))
+            positions = samples_of_a_round + rounds[:, None] * round_size
+            cut = share
+            if positions[-1, -1] >= total:  # the last round is not full
+                if not self.even_batches:
+                    cut = int((positions[-1] < total).sum())
+                positions %= total
+            batches = order.at(positions.reshape(-1)).reshape(positions.shape).tolist()
+            if cut < share:
+                batches[-1] = batches[-1][:cut]
+            yield from batches
 
-    # Streams: a custom batch sampler is only known by iterating over it.
+    # A custom batch sampler is only known by iterating over it.
 
-    def _dealt_stream(self) -> Iterator[list[Any]]:
+    def _dealt_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
         held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
         dealt: list[list[Any]] = []
-        for batch in self.batch_sampler:
+        for index, batch in enumerate(self.batch_sampler):
             if self.batch_size is not None and len(head) < self.batch_size * self.num_processes:
                 head.extend(batch)
+            if index < start:
+                continue
             dealt.append(batch)
             if len(dealt) == self.num_processes:
                 if held:
@@ -125,7 +179,8 @@ class BatchSamplerShard(BatchSampler):
 
     def _last_round(self, batches: list[list[Any]], head: list[Any]) -> Iterator[list[Any]]:
         complete = len(batches) == self.num_processes
-        if complete and (not self.even_batches or all(len(batch) == self.batch_size for batch in batches)):
+        full = all(len(batch) == self.batch_size for batch in batches)
+        if complete and (full or not self.even_batches):
             yield batches[self.process_index]
         elif self.drop_last or not batches:
             return
@@ -133,12 +188,14 @@ class BatchSamplerShard(BatchSampler):
             if self.process_index < len(batches):
                 yield batches[self.process_index]
         else:
-            yield self._my_share(_filled(chain(*batches), head, self._share * self.num_processes))
+            yield self._my_share(_filled(chain(*batches), head, self.share * self.num_processes))
 
-    def _split_stream(self) -> Iterator[list[Any]]:
+    def _split_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
-        for batch in self.batch_sampler:
+        for index, batch in enumerate(self.batch_sampler):
             head = head or list(batch)
+            if index < start:
+                continue
             if len(batch) != self.batch_size:
                 if self.drop_last:
                     continue
@@ -150,7 +207,7 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
 
     def _my_share(self, samples: list[Any]) -> list[Any]:
-        return samples[self.process_index * self._share : (self.process_index + 1) * self._share]
+        return samples[self.process_index * self.share : (self.process_index + 1) * self.share]
 
 
 def _filled(samples: Any, head: list[Any], size: int) -> list[Any]:
@@ -158,12 +215,23 @@ def _filled(samples: Any, head: list[Any], size: int) -> list[Any]:
     return list(islice(chain(samples, cycle(head)), size))
 
 
+@dataclass
+class SampleOfLastRound:
+    """A sample of an incomplete round, with the number of real samples in that round."""
+
+    sample: Any
+    num_real: int
+
+
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, out of those of an iterable data set that every process reads."""
+    """The samples of one process, out of those of an iterable data set that every process reads.
+
+    The last, incomplete round is filled up with the first samples unless `drop_last`.
+    """
 
     def __init__(
         self,
-        dataset: IterableDataset[Any],
+        dataset: Any,
         batch_size: int = 1,
         drop_last: bool = False,
         num_processes: int = 1,
@@ -181,6 +249,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
+        self.fills_last_round = True
+        self.samples_to_skip = 0
+        self.tells_last_round = False
+        """Yield the samples of an incomplete round as `SampleOfLastRound`."""
+        self.keeps_states = False
+        """Keep the data set's own state from before every round that was read."""
+        self.states: deque[Any] = deque(maxlen=1)
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch on to the data set."""
@@ -189,27 +264,45 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        round_size = self._round_size
-        total = len(self.dataset)  # type: ignore[arg-type]
-        rounds = total // round_size if self.drop_last else -(-total // round_size)
-        return rounds * self._share
+        total = len(self.dataset)
+        if not self.fills_last_round and not self.drop_last:
+            return total
+        rounds = total // self.round_size if self.drop_last else -(-total // self.round_size)
+        return rounds * self.share
 
     @property
-    def _share(self) -> int:
+    def share(self) -> int:
+        """Return the samples of one process in a full round."""
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     @property
-    def _round_size(self) -> int:
-        return self._share * self.num_processes
+    def round_size(self) -> int:
+        """Return the samples of all processes in a full round."""
+        return self.share * self.num_processes
 
     def __iter__(self) -> Iterator[Any]:
-        mine = slice(self.process_index * self._share, (self.process_index + 1) * self._share)
+        mine = slice(self.process_index * self.share, (self.process_index + 1) * self.share)
         head: list[Any] = []
         samples = iter(self.dataset)
-        while gathered := list(islice(samples, self._round_size)):
-            head = head or gathered
-            if len(gathered) < self._round_size:
-                if self.drop_last:
-                    return
-                gathered = _filled(gathered, head, self._round_size)
-            yield from gathered[mine]
+        skip, self.samples_to_skip = self.samples_to_skip, 0
+        for _ in progress(range(skip), "Reading on to the position of the resumed run", unit="samples"):
+            sample = next(samples, None)
+            if len(head) < self.round_size:
+                head.append(sample)
+        while True:
+            if self.keeps_states:
+                self.states.append(self.dataset.state_dict())
+            gathered = list(islice(samples, self.round_size))
+            if not gathered:
+                return
+            head = head if len(head) >= self.round_size else head + gathered
+            if len(gathered) == self.round_size:
+                yield from gathered[mine]
+                continue
+            if self.drop_last:
+                return
+            num_real = len(gathered)
+            last = _filled(gathered, head, self.round_size) if self.fills_last_round else gathered
+            for sample in last[mine]:
+                yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
+            return

@@ -79,7 +79,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """Return the innermost loader being iterated, or None."""
+        """Return the loader that handed out a batch last and is still being iterated, or None."""
         return self._loaders[-1]()
 
     @property
@@ -114,6 +114,12 @@ class GradientState:
 
     def _add_dataloader(self, loader: ActiveLoader) -> None:
         self._loaders.append(weakref.ref(loader, self._loaders.remove))
+
+    def _bring_forward(self, loader: ActiveLoader) -> None:
+        """Make the loader that hands out a batch now the active one; with one loader there is nothing to do."""
+        if len(self._loaders) > 2 and self._loaders[-1]() is not loader:
+            self._remove_dataloader(loader)
+            self._add_dataloader(loader)
 
     def _remove_dataloader(self, loader: ActiveLoader) -> None:
         self._loaders[1:] = [other for other in self._loaders[1:] if other() is not loader]

@@ -58,13 +58,18 @@ def synchronize_rng_states(rng_types: Sequence[RNGType | str], generator: torch.
         synchronize_rng_state(rng_type, generator=generator)
 
 
+def own_seed() -> int:
+    """Draw a seed from torch's generator as a `RandomSampler` does."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
 def shared_seed() -> int:
-    """Draw a seed from torch's generator as a `RandomSampler` would, and return rank 0's on every rank."""
-    seed = torch.empty((), dtype=torch.int64).random_()
+    """Draw a seed on every process and return rank 0's."""
+    seed = own_seed()
     runtime = Runtime.current()
     if runtime.num_processes > 1:
-        seed = _from_rank_zero(seed, runtime)
-    return int(seed.item())
+        seed = int(_from_rank_zero(torch.tensor(seed), runtime).item())
+    return seed
 
 
 def _from_rank_zero(state: torch.Tensor, runtime: Runtime) -> torch.Tensor:

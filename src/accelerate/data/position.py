@@ -1,0 +1,65 @@
+"""Where a prepared loader is: global, so that it means the same on any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class PositionError(ValueError):
+    """A position that cannot be kept exactly; the message says with which sizes it could be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """An epoch, its order, and the batches of the plain loader ("base batches") that were handed out.
+
+    One step of N processes hands out N base batches, or one with `split_batches`.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    batch_size: int | None = None
+    """Samples of a base batch."""
+    order: dict[str, Any] = field(default_factory=dict)
+    """What draws this epoch's order again."""
+    dataset: Any = None
+    """The state of an iterable data set that keeps one."""
+    num_processes: int = 1
+    """How many processes the run had when this was saved."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Position:
+        """Read what `to_dict` wrote."""
+        unknown = set(state) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise PositionError(f"This is not the state of a prepared data loader: unexpected {sorted(unknown)}.")
+        return cls(**state)
+
+    def batches_of(self, batch_size: int | None) -> int:
+        """Return the same position counted in base batches of another size."""
+        if batch_size == self.batch_size or self.batches == 0:
+            return self.batches
+        if batch_size is None or self.batch_size is None:
+            raise PositionError(
+                f"The position was saved with batch_size={self.batch_size} and this loader has {batch_size}: batches "
+                "without a size can only be continued with the batch sampler they were begun with."
+            )
+        samples = self.batches * self.batch_size
+        if samples % batch_size:
+            raise PositionError(
+                f"{samples} samples of epoch {self.epoch} were consumed in batches of {self.batch_size}; batches of "
+                f"{batch_size} cannot begin there. Sizes that work: {_some_divisors(samples, near=batch_size)}."
+            )
+        return samples // batch_size
+
+
+def _some_divisors(number: int, near: int) -> str:
+    """List the divisors of a number that are nearest to a wish."""
+    divisors = [candidate for candidate in range(1, min(number, 64 * near) + 1) if number % candidate == 0]
+    nearest = sorted(sorted(divisors, key=lambda divisor: abs(divisor - near))[:6])
+    return ", ".join(map(str, nearest))

@@ -1,0 +1,306 @@
+"""From a plain `DataLoader` to a prepared one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from ..config.enums import RNGType
+from ..runtime.runtime import Runtime
+from .dispatch import DataLoaderDispatcher
+from .loaders import DataLoaderShard, PreparedLoader, SkipBatchSampler, TellingCollate
+from .order import agreeing_sampler, with_sampler
+from .sharding import BatchSamplerShard, IterableDatasetShard
+
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options with which a like loader can be built."""
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[RNGType | str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+    *,
+    constant_memory_shuffle: bool = False,
+) -> PreparedLoader:
+    """Return a loader that hands this process its share of the data, placed on `device` if asked for."""
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader
+    runtime = Runtime.current()
+    num_processes = runtime.num_processes if num_processes is None else num_processes
+    process_index = runtime.process_index if process_index is None else process_index
+    if type(dataloader).__iter__ is not DataLoader.__iter__:
+        warnings.warn(
+            f"{type(dataloader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
+            "dataset, sampler and options, and does not call that method.",
+            stacklevel=2,
+        )
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader)
+    if dispatch_batches is None:
+        dispatch_batches = is_stream and put_on_device and not use_stateful_dataloader
+    if dispatch_batches and split_elsewhere:
+        warnings.warn(
+            "dispatch_batches=True has no effect on data that is already split by rank: each process reads its own.",
+            stacklevel=2,
+        )
+    options = loader_options(dataloader)
+    order = _agreeing_order(
+        dataloader,
+        num_processes,
+        seedable=use_seedable_sampler,
+        constant_memory=constant_memory_shuffle,
+        data_seed=data_seed,
+    )
+    batching = dataloader if order.batch_sampler is None else order.batch_sampler
+    common: dict[str, Any] = {
+        "device": device if put_on_device else None,
+        "_drop_last": bool(getattr(batching, "drop_last", False)),
+        "_non_blocking": non_blocking,
+    }
+    if dispatch_batches and num_processes > 1 and not split_elsewhere:
+        return DataLoaderDispatcher(
+            dataloader.dataset,
+            split_batches=split_batches,
+            slice_fn=slice_fn_for_dispatch,
+            use_stateful_dataloader=use_stateful_dataloader,
+            **common,
+            **options,
+            **order.as_options(dataloader),
+        )
+    share = _Share(num_processes, process_index, split_batches, even_batches)
+    dataset: Any = dataloader.dataset
+    if split_elsewhere:
+        options |= order.as_options(dataloader)
+    elif is_stream:
+        dataset = share.of_stream(dataloader)
+        options["collate_fn"] = TellingCollate(dataloader.collate_fn)
+        options["batch_size"] = dataset.share if dataloader.batch_size is not None else None
+        options["drop_last"] = False  # the shard drops incomplete rounds by itself
+    else:
+        options |= share.of_samples(order, dataloader)
+    return DataLoaderShard(
+        dataset,
+        rng_types=_synchronizable(rng_types, order.generator, num_processes),
+        synchronized_generator=order.generator,
+        use_stateful_dataloader=use_stateful_dataloader,
+        _split_elsewhere=split_elsewhere,
+        _num_processes=num_processes,
+        **common,
+        **options,
+    )
+
+
+class _AgreeingOrder:
+    """The samplers of a loader, made to agree across processes."""
+
+    def __init__(self, batch_sampler: Any, sampler: Any, generator: torch.Generator | None) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = sampler
+        self.generator = generator
+        """The user's own generator, whose state of rank 0 every process takes."""
+
+    def as_options(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return what the plain loader takes."""
+        if isinstance(loader.dataset, IterableDataset):
+            return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if self.batch_sampler is not None:
+            return {"batch_sampler": self.batch_sampler}
+        return {"sampler": self.sampler, "batch_size": None}
+
+
+def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _AgreeingOrder:
+    if isinstance(loader.dataset, IterableDataset):
+        return _AgreeingOrder(None, None, None)
+    batch_sampler: Any = loader.batch_sampler
+    holder: Any = batch_sampler if batch_sampler is not None else loader
+    own: Any = getattr(holder, "sampler", None)
+    agreed: Any = agreeing_sampler(own, **choice)
+    if agreed is not own and batch_sampler is not None:
+        batch_sampler = with_sampler(batch_sampler, agreed)
+    generator: Any = getattr(agreed, "generator", None) if agreed is own else None
+    if agreed is own and num_processes > 1 and getattr(agreed, "generator", agreed) is None:
+        generator = torch.Generator()  # else a weighted sampler draws differently on each process
+        generator.manual_seed(torch.random.initial_seed())
+        agreed.generator = generator
+    return _AgreeingOrder(batch_sampler, agreed, generator if isinstance(generator, torch.Generator) else None)
+
+
+class _Share:
+    """One process's part of whatever a loader reads."""
+
+    def __init__(self, num_processes: int, process_index: int, split_batches: bool, even_batches: bool) -> None:
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+
+    def of_stream(self, loader: DataLoader[Any]) -> IterableDatasetShard:
+        """Return the part of an iterable data set."""
+        stream = IterableDatasetShard(
+            loader.dataset,
+            loader.batch_size or 1,
+            bool(loader.drop_last),
+            self.num_processes,
+            self.process_index,
+            self.split_batches and loader.batch_size is not None,
+        )
+        stream.fills_last_round = self.num_processes > 1
+        stream.tells_last_round = True
+        return stream
+
+    def of_samples(self, order: _AgreeingOrder, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the samplers of a map-style loader's part."""
+        if self.num_processes == 1:
+            return order.as_options(loader)
+        if order.batch_sampler is not None:
+            return {"batch_sampler": self._shard(order.batch_sampler)}
+        if isinstance(order.sampler, BatchSampler):  # the data set takes whole lists of indices
+            return {"sampler": self._shard(order.sampler), "batch_size": None}
+        single = BatchSamplerShard(
+            BatchSampler(order.sampler, 1, False), self.num_processes, self.process_index, False, self.even_batches
+        )
+        return {"batch_sampler": single, "collate_fn": _Unbatched(loader.collate_fn)}
+
+    def _shard(self, batches: Any) -> BatchSamplerShard:
+        return BatchSamplerShard(batches, self.num_processes, self.process_index, self.split_batches, self.even_batches)
+
+
+class _Unbatched:
+    """Convert the only sample of a batch, for loaders with `batch_size=None`."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self.convert = convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the sample as the plain loader would."""
+        return self.convert(samples[0])
+
+
+def _is_split_by_rank(loader: DataLoader[Any]) -> bool:
+    """Recognise data that every rank has already cut for itself, and say that it is used as it is."""
+    dataset: Any = loader.dataset
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        found = "a DistributedSampler"
+    elif getattr(dataset, "_distributed", None) is not None:
+        found = "a data set split by node"
+    elif _differs_between_ranks(dataset):
+        found = "another data set on every rank"
+    else:
+        return False
+    warnings.warn(
+        f"This data loader has {found}: it is used as it is, and not divided again. Ranks that come to their end "
+        "earlier repeat their last batch, which metrics leave out.",
+        stacklevel=4,
+    )
+    return True
+
+
+def _differs_between_ranks(dataset: Any) -> bool:
+    """Compare what can be compared cheaply: kind, length, indices of a subset, a fingerprint."""
+    runtime = Runtime.current()
+    if runtime.num_processes == 1 or not dist.is_initialized():
+        return False
+    mine = [
+        type(dataset).__qualname__,
+        len(dataset) if hasattr(dataset, "__len__") else None,
+        getattr(dataset, "_fingerprint", None),
+        _checksum(dataset.indices) if isinstance(dataset, Subset) else None,
+    ]
+    per_rank: list[Any] = [None] * runtime.num_processes
+    dist.all_gather_object(per_rank, mine)
+    return any(theirs != per_rank[0] for theirs in per_rank)
+
+
+def _checksum(indices: Sequence[int]) -> int:
+    return hash(tuple(int(index) for index in indices))
+
+
+def _synchronizable(
+    rng_types: Sequence[RNGType | str] | None, generator: torch.Generator | None, num_processes: int
+) -> list[RNGType | str] | None:
+    """Drop the generators that are not there; None where nothing is left to synchronise."""
+    if num_processes == 1 or rng_types is None:
+        return None
+    kept = [kind for kind in rng_types if generator is not None or str(kind) != RNGType.GENERATOR]
+    return kept or None
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """Return a loader like this one that starts after its first batches (of this process)."""
+    options = loader_options(dataloader)
+    if isinstance(dataloader.dataset, IterableDataset):
+        options |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    elif dataloader.batch_sampler is not None:
+        options["batch_sampler"] = dataloader.batch_sampler
+    else:
+        options |= {"sampler": dataloader.sampler, "batch_size": None}
+    if isinstance(dataloader, PreparedLoader):
+        options |= {
+            "device": dataloader.device,
+            "iteration": dataloader.iteration,
+            "_drop_last": dataloader._drop_last,
+            "_non_blocking": dataloader._non_blocking,
+            "skip_batches": num_batches * dataloader.batches_per_round,
+        }
+    if isinstance(dataloader, DataLoaderDispatcher):
+        return DataLoaderDispatcher(
+            dataloader.dataset, split_batches=dataloader.split_batches, slice_fn=dataloader.slice_fn, **options
+        )
+    if isinstance(dataloader, DataLoaderShard):
+        return DataLoaderShard(
+            dataloader.dataset,
+            rng_types=dataloader.rng_types,
+            synchronized_generator=dataloader.synchronized_generator,
+            _split_elsewhere=dataloader._split_elsewhere,
+            _num_processes=dataloader.num_processes,
+            **options,
+        )
+    return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **options)
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader that leaves out its first batches."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+
+
+__all__ = ["SkipBatchSampler", "SkipDataLoader", "loader_options", "prepare_data_loader", "skip_first_batches"]

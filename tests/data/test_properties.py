@@ -1,0 +1,142 @@
+"""Every sample once, on any number of processes, from any position: checked over the whole space."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from itertools import chain
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from accelerate.data_loader import skip_first_batches
+from tests.data.worlds import Data, Step, steps_of
+
+# CI runs a bounded number of examples; ACCELERATE_TEST_EXAMPLES=20000 runs more by hand.
+EXAMPLES = int(os.environ.get("ACCELERATE_TEST_EXAMPLES", "700"))
+BOUNDED = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # streams are read on, ranks may be uneven
+
+WORLDS = st.integers(1, 8)
+KINDS = st.sampled_from(["map", "map", "map", "opaque", "stream", "stateful stream"])
+
+
+@st.composite
+def data(draw: st.DrawFn, **fixed: object) -> Data:
+    """Draw a loader and how it is shared out."""
+    kind = fixed.get("kind", draw(KINDS))
+    chosen = {
+        "n": draw(st.integers(0, 200)),
+        "batch_size": draw(st.integers(1, 12)),
+        "shuffle": draw(st.booleans()) and kind == "map",
+        "drop_last": draw(st.booleans()),
+        "even_batches": draw(st.booleans()) or kind in ("stream", "stateful stream"),
+        "split_batches": draw(st.booleans()),
+        "kind": kind,
+        "seedable": draw(st.booleans()),
+        "huge": draw(st.booleans()),
+    }
+    chosen |= fixed
+    # torch itself refuses to shuffle no samples
+    chosen["shuffle"] = chosen["shuffle"] and chosen["n"] > 0
+    return Data(**chosen)  # type: ignore[arg-type]
+
+
+def order_of(case: Data) -> list[int]:
+    """The order in which one process that drops nothing would see the samples."""
+    whole = Data(**{**case.__dict__, "drop_last": False, "split_batches": False, "workers": 0})
+    return list(chain(*(step.real for step in steps_of(whole.world(1)))))
+
+
+def usable(case: Data, world_size: int) -> bool:
+    return not case.split_batches or case.batch_size % world_size == 0
+
+
+def real_samples(steps: list[Step]) -> list[int]:
+    return list(chain(*(step.real for step in steps)))
+
+
+def expected_samples(case: Data, world_size: int) -> list[int]:
+    order = order_of(case)
+    if not case.drop_last:
+        return order
+    global_batch = case.batch_size if case.split_batches else case.batch_size * world_size
+    return order[: case.n - case.n % global_batch]
+
+
+@BOUNDED
+@given(case=data(), world_size=WORLDS)
+def test_metrics_see_exactly_the_data_set_in_order(case: Data, world_size: int) -> None:
+    assume(usable(case, world_size))
+    world = case.world(world_size)
+    steps = steps_of(world)
+    assert sorted(order_of(case)) == list(range(case.n))
+    assert real_samples(steps) == expected_samples(case, world_size)
+    if case.even_batches or case.drop_last:
+        share = world[0].total_batch_size // world_size
+        full = steps if world_size > 1 or case.drop_last else steps[:-1]
+        assert all(len(batch) == share for step in full for batch in step.batches), "equal steps on all ranks"
+    if case.kind not in ("stream", "stateful stream"):
+        assert [len(loader) for loader in world] == [
+            sum(bool(step.batches[rank]) for step in steps) for rank in range(world_size)
+        ]
+    declared = world[0].plan().padding
+    if declared is not None and world_size > 1:
+        handed_out = sum(len(batch) for step in steps for batch in step.batches)
+        assert handed_out == len(real_samples(steps)) + declared
+
+
+@BOUNDED
+@given(
+    case=data(drop_last=False, even_batches=True),
+    worlds=st.lists(WORLDS, min_size=2, max_size=4),
+    stops=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+)
+def test_a_position_holds_on_any_other_number_of_processes(case: Data, worlds: list[int], stops: list[int]) -> None:
+    assume(all(usable(case, size) for size in worlds))
+    seen: list[int] = []
+    state = None
+    for index, size in enumerate(worlds):
+        world = case.world(size)
+        if state is not None:
+            for loader in world:
+                loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        is_last = index == len(worlds) - 1
+        # Epoch 0 is drawn from seed 0; whoever resumes has other random numbers, which must not matter.
+        seed = 0 if state is None else index
+        steps = steps_of(world, limit=None if is_last else stops[index], seed=seed)
+        seen += real_samples(steps)
+        if steps:
+            states = steps[-1].states
+            assert all(str(other) == str(states[0]) for other in states), "the same on every rank"
+            state = states[0]
+        if not is_last and state is not None and state["epoch"] == 1:
+            break  # the epoch is over: its samples are complete
+    assert seen == order_of(case)
+
+
+@BOUNDED
+@given(case=data(even_batches=True), world_size=WORLDS, skip=st.integers(0, 10))
+def test_skipping_leaves_out_the_first_steps(case: Data, world_size: int, skip: int) -> None:
+    assume(usable(case, world_size) and not case.huge)
+    whole = steps_of(case.world(world_size))
+    skipped = steps_of([skip_first_batches(loader, skip) for loader in case.world(world_size)])
+    assert [step.batches for step in skipped] == [step.batches for step in whole[skip:]]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=data(workers=2, kind="map", even_batches=True), world_size=st.integers(1, 3), stop=st.integers(1, 4))
+def test_batches_that_workers_prefetched_do_not_count_as_consumed(case: Data, world_size: int, stop: int) -> None:
+    assume(usable(case, world_size))
+    whole = steps_of(case.world(world_size))
+    begun = steps_of(case.world(world_size), limit=stop)
+    assume(begun and begun[-1].states[0]["epoch"] == 0)
+    resumed = case.world(world_size)
+    for loader in resumed:
+        loader.load_state_dict(begun[-1].states[0])
+    rest = steps_of(resumed, seed=99)
+    assert [step.batches for step in begun + rest] == [step.batches for step in whole]
