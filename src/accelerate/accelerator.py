@@ -27,8 +27,9 @@ from .config.plugins import (
     ProjectConfiguration,
 )
 from .config.settings import NOT_YET, TrainingSettings
-from .data.loaders import DataLoaderShard, PreparedLoader
+from .data.loaders import PreparedLoader
 from .data.preparing import prepare_data_loader, skip_first_batches
+from .data.shard import DataLoaderShard
 from .errors import UnsupportedSettingError
 from .logging import get_logger
 from .memory import release_memory

@@ -14,9 +14,11 @@ from torch.utils.data.distributed import DistributedSampler
 from ..config.enums import RNGType
 from ..runtime.runtime import Runtime
 from .dispatch import DataLoaderDispatcher
-from .loaders import DataLoaderShard, PreparedLoader, SkipBatchSampler, TellingCollate
+from .loaders import PreparedLoader
 from .order import agreeing_sampler, with_sampler
-from .sharding import BatchSamplerShard, IterableDatasetShard
+from .shard import DataLoaderShard
+from .sharding import BatchSamplerShard
+from .streams import IterableDatasetShard, TellingCollate
 
 _LOADER_OPTIONS = (
     "num_workers",
@@ -301,6 +303,3 @@ class SkipDataLoader(DataLoaderShard):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-
-
-__all__ = ["SkipBatchSampler", "SkipDataLoader", "loader_options", "prepare_data_loader", "skip_first_batches"]

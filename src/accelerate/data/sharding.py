@@ -7,16 +7,13 @@ samples are real is what `real_samples_in_last_round` says.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler
 
-from ..runtime.progress import progress
 from .order import Order, read_order, sized_sampler
 
 _BLOCK = 4096  # samples whose positions are computed together
@@ -188,7 +185,7 @@ class BatchSamplerShard(BatchSampler):
             if self.process_index < len(batches):
                 yield batches[self.process_index]
         else:
-            yield self._my_share(_filled(chain(*batches), head, self.share * self.num_processes))
+            yield self._my_share(filled(chain(*batches), head, self.share * self.num_processes))
 
     def _split_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
@@ -201,7 +198,7 @@ class BatchSamplerShard(BatchSampler):
                     continue
                 if self.even_batches:
                     assert self.batch_size is not None
-                    batch = _filled(batch, head, self.batch_size)
+                    batch = filled(batch, head, self.batch_size)
             mine = self._my_share(batch)
             if mine:
                 yield mine
@@ -210,99 +207,6 @@ class BatchSamplerShard(BatchSampler):
         return samples[self.process_index * self.share : (self.process_index + 1) * self.share]
 
 
-def _filled(samples: Any, head: list[Any], size: int) -> list[Any]:
+def filled(samples: Any, head: list[Any], size: int) -> list[Any]:
     """Fill up to `size` by repeating the first samples."""
     return list(islice(chain(samples, cycle(head)), size))
-
-
-@dataclass
-class SampleOfLastRound:
-    """A sample of an incomplete round, with the number of real samples in that round."""
-
-    sample: Any
-    num_real: int
-
-
-class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, out of those of an iterable data set that every process reads.
-
-    The last, incomplete round is filled up with the first samples unless `drop_last`.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
-                f"{batch_size}: use a multiple of {num_processes}."
-            )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.fills_last_round = True
-        self.samples_to_skip = 0
-        self.tells_last_round = False
-        """Yield the samples of an incomplete round as `SampleOfLastRound`."""
-        self.keeps_states = False
-        """Keep the data set's own state from before every round that was read."""
-        self.states: deque[Any] = deque(maxlen=1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to the data set."""
-        self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        total = len(self.dataset)
-        if not self.fills_last_round and not self.drop_last:
-            return total
-        rounds = total // self.round_size if self.drop_last else -(-total // self.round_size)
-        return rounds * self.share
-
-    @property
-    def share(self) -> int:
-        """Return the samples of one process in a full round."""
-        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
-
-    @property
-    def round_size(self) -> int:
-        """Return the samples of all processes in a full round."""
-        return self.share * self.num_processes
-
-    def __iter__(self) -> Iterator[Any]:
-        mine = slice(self.process_index * self.share, (self.process_index + 1) * self.share)
-        head: list[Any] = []
-        samples = iter(self.dataset)
-        skip, self.samples_to_skip = self.samples_to_skip, 0
-        for _ in progress(range(skip), "Reading on to the position of the resumed run", unit="samples"):
-            sample = next(samples, None)
-            if len(head) < self.round_size:
-                head.append(sample)
-        while True:
-            if self.keeps_states:
-                self.states.append(self.dataset.state_dict())
-            gathered = list(islice(samples, self.round_size))
-            if not gathered:
-                return
-            head = head if len(head) >= self.round_size else head + gathered
-            if len(gathered) == self.round_size:
-                yield from gathered[mine]
-                continue
-            if self.drop_last:
-                return
-            num_real = len(gathered)
-            last = _filled(gathered, head, self.round_size) if self.fills_last_round else gathered
-            for sample in last[mine]:
-                yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
-            return

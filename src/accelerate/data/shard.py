@@ -1,0 +1,345 @@
+"""The loader whose process reads its own share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
+
+from ..config.enums import RNGType
+from ..runtime.nested import find_batch_size
+from ..runtime.progress import progress
+from ..runtime.random import synchronize_rng_states
+from .indices import SkipBatchSampler
+from .loaders import PreparedLoader, marking_last
+from .metrics import PartialRound
+from .order import sized_sampler
+from .position import Position, PositionError
+from .sharding import BatchSamplerShard
+from .streams import BatchOfLastRound, IterableDatasetShard
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader whose process reads its own share."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[RNGType | str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        _split_elsewhere: bool = False,
+        _num_processes: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shard = _shard_in(kwargs)
+        if shard is not None:
+            num_processes = shard.num_processes
+        elif isinstance(dataset, IterableDatasetShard):
+            num_processes = dataset.num_processes
+        else:
+            num_processes = _num_processes or 1
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            drops_last=_drop_last,
+            non_blocking=_non_blocking,
+            iteration=iteration,
+            num_processes=num_processes,
+            **kwargs,
+        )
+        self.shard = shard
+        self.split_batches = bool(getattr(shard or dataset, "split_batches", False))
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.joined = False
+        """Somebody takes care of ranks with fewer batches."""
+        self._split_elsewhere = _split_elsewhere
+        self._told_uneven = False
+        self._own_samples_left: int | None = None
+        self._state_before_reading_ahead: Any = None
+        self.base_dataloader: Any = self._stateful_loader(kwargs) if use_stateful_dataloader else None
+
+    def _stateful_loader(self, kwargs: dict[str, Any]) -> Any:
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError as error:
+            raise ImportError(
+                "use_stateful_dataloader=True needs torchdata: pip install torchdata. Without it, prepared loaders "
+                "keep their position by themselves."
+            ) from error
+        return StatefulDataLoader(self.dataset, **kwargs)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Return the samples that all processes consume in one step."""
+        if self.shard is not None and self.shard.batch_size is not None:
+            return self.shard.share * self.num_processes
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.round_size
+        own = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
+        return own * self.num_processes
+
+    @property
+    def base_batch_size(self) -> int | None:
+        """Return the samples of a batch of the plain loader."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.batch_size
+        if self.batch_sampler is None:
+            return 1
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    def _mode(self) -> str:
+        if self._split_elsewhere:
+            return "the data came already split by rank; used as it is"
+        return "each process reads its own share"
+
+    def _fills_last(self) -> bool:
+        return super()._fills_last() and (self.shard is None or self.shard.even_batches)
+
+    def _index_start(self) -> int:
+        return self._start if self.shard is not None else self._start // self.batches_per_round
+
+    def _dataset_state(self) -> Any:
+        if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states:
+            return self.dataset.states[-1]
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; with torchdata's loader, every rank's own state (call it on every rank)."""
+        if self.base_dataloader is None:
+            return super().state_dict()
+        state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
+        own = {"epoch": self.iteration, "batches": self._batches_done, "loader": state}
+        per_rank: list[Any] = [own]
+        if self.num_processes > 1:
+            per_rank = [None] * self.num_processes
+            dist.all_gather_object(per_rank, own)
+        return {"stateful_dataloader": per_rank}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on from a position."""
+        if self.base_dataloader is None:
+            super().load_state_dict(state_dict)
+            return
+        per_rank = state_dict.get("stateful_dataloader")
+        if per_rank is None or len(per_rank) != self.num_processes:
+            saved = "none" if per_rank is None else len(per_rank)
+            raise PositionError(
+                f"torchdata's loader keeps one state per rank: this run has {self.num_processes} processes and the "
+                f"state holds {saved}. Resume on that many, or leave out use_stateful_dataloader."
+            )
+        own = per_rank[dist.get_rank() if self.num_processes > 1 else 0]
+        self._resume = Position(epoch=own["epoch"], batches=own["batches"], batch_size=self.base_batch_size)
+        self.base_dataloader.load_state_dict(own["loader"])
+
+    def _before_epoch(self) -> None:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        if not self._told_uneven:
+            self._told_uneven = True
+            self._tell_uneven()
+
+    def _tell_uneven(self) -> None:
+        """Warn of ranks that will take different numbers of steps, before one of them waits for ever."""
+        shard = self.shard
+        if shard is None or shard.even_batches or shard.drop_last or self.joined:
+            return
+        if not hasattr(shard.batch_sampler, "__len__"):
+            return
+        steps = [
+            len(BatchSamplerShard(shard.batch_sampler, shard.num_processes, rank, shard.split_batches, False))
+            for rank in (0, shard.num_processes - 1)
+        ]
+        if steps[0] != steps[1]:
+            warnings.warn(
+                f"With even_batches=False rank 0 takes {steps[0]} steps per epoch and rank {shard.num_processes - 1} "
+                f"takes {steps[1]}: collectives in the last step would wait for ever. Wrap the loop in "
+                "accelerator.join_uneven_inputs([model]), or leave even_batches at True.",
+                stacklevel=4,
+            )
+
+    def _real_samples_in_last_round(self) -> int:
+        if self._drop_last:
+            return -1
+        if self.shard is not None:
+            real = self.shard.real_samples_in_last_round(self._start)
+            return -1 if real is None else real % self.total_batch_size
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except TypeError:  # data of unknown length
+            return -1
+
+    def _rounds(self, resume: Position | None) -> Iterator[Any]:
+        place = self._placement()
+        batches = self._opened(resume)
+        if self._split_elsewhere:
+            yield from self._agreed_rounds(batches, place)
+            return
+        step = self.batches_per_round
+        bring_forward = self.gradient_state._bring_forward
+        last = self._last_index()
+        if last is None:
+            for batch, is_last in marking_last(batches):
+                batch, self.partial_round = self._unmarked(batch, is_last)
+                if is_last:
+                    self._mark_last(self.partial_round)
+                self._batches_done += step
+                bring_forward(self)
+                yield batch if place is None else place(batch)
+            return
+        for index, batch in enumerate(batches):
+            if index == last:
+                self._mark_last(self._partial_last_round())
+            self._batches_done += step
+            bring_forward(self)
+            yield batch if place is None else place(batch)
+
+    def _opened(self, resume: Position | None) -> Iterator[Any]:
+        if self.base_dataloader is not None:
+            batches: Iterator[Any] = iter(self.base_dataloader)
+            return batches if self._last_index() is not None else self._noting_state(batches)
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self._opened_stream(self.dataset, resume)
+        return self._open(resume)
+
+    def _noting_state(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Keep the state from before each read, since the batch that is read ahead is not consumed yet."""
+        while True:
+            self._state_before_reading_ahead = self.base_dataloader.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _opened_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
+        """Start an iterable data set where it was: by its own state, else by reading on."""
+        stream.keeps_states = self.num_workers == 0 and _has_state(stream.dataset)
+        stream.states.clear()
+        if resume is not None and resume.dataset is not None and stream.keeps_states:
+            stream.dataset.load_state_dict(resume.dataset)
+            return self._open(resume)
+        if self._start == 0:
+            return self._open(resume)
+        if resume is not None:
+            self._tell_reading_on(stream)
+        if self.num_workers <= 1:
+            stream.samples_to_skip = self._start * stream.batch_size
+            return self._open(resume)
+        if resume is not None and resume.num_processes != self.num_processes:
+            raise PositionError(
+                f"An iterable data set with {self.num_workers} workers deals batches by worker, so its position holds "
+                f"for {resume.num_processes} processes only and this run has {self.num_processes}. Resume on "
+                f"{resume.num_processes}, or use at most one worker."
+            )
+        batches = self._open(resume)
+        for _ in progress(range(self._start // self.batches_per_round), "Reading on to the position", "batches"):
+            next(batches, None)
+        return batches
+
+    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+        name = type(stream.dataset).__name__
+        remedy = (
+            "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
+            if _has_state(stream.dataset)
+            else "give it state_dict() and load_state_dict()"
+        )
+        warnings.warn(
+            f"{name} is read from its beginning to come back to batch {self._start} of epoch {self.iteration}. To seek "
+            f"instead, {remedy}, or use a map-style data set.",
+            stacklevel=5,
+        )
+
+    def _last_index(self) -> int | None:
+        """Return the index of the last batch, where the length can be trusted.
+
+        Elsewhere a batch is read ahead to find out. That is avoided where possible because reading ahead draws random
+        numbers (augmentation) earlier than the plain loader would.
+        """
+        if self.shard is not None:
+            trusted = sized_sampler(self.shard.batch_sampler) is not None
+            return self.shard.num_rounds_from(self._start) - 1 if trusted else None
+        if sized_sampler(self.batch_sampler) is not None:
+            return len(self) - self._index_start() - 1
+        return None
+
+    def _partial_last_round(self) -> PartialRound | None:
+        shard = self.shard
+        real = shard.real_samples_in_last_round(self._start) if shard is not None else None
+        if shard is None or real is None or not shard.takes_part_in_last_round(self._start):
+            return None
+        return self._partial_round(real, None if self._fills_last() else shard.process_index)
+
+    def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
+        """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
+        if isinstance(batch, BatchOfLastRound):
+            return batch.batch, self._partial_round(batch.num_real)
+        return batch, self._partial_last_round() if is_last else None
+
+    def _agreed_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
+        """Go on until every rank is at its end: a rank that is there repeats its last batch, which counts nothing.
+
+        The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
+        """
+        self._own_samples_left = _real_samples_of(self.get_sampler())
+        upcoming = next(batches, None)
+        here = upcoming
+        more = self._tell_each_other(upcoming)
+        while any(more):
+            counts, here = more, (upcoming if upcoming is not None else here)
+            upcoming = next(batches, None)
+            more = self._tell_each_other(upcoming)
+            full = max(counts)
+            alike = all(count == full for count in counts)
+            rows = find_batch_size(here) or 1
+            partial = None if alike else PartialRound(counts=counts, full=full, rows=rows)
+            self.partial_round = partial
+            if not any(more):
+                self._mark_last(partial)
+            self._batches_done += self.batches_per_round
+            self.gradient_state._bring_forward(self)
+            yield here if place is None else place(here)
+
+    def _tell_each_other(self, batch: Any) -> list[int]:
+        """Return the number of samples in every rank's next batch; 0 at its end."""
+        mine = 0 if batch is None else (find_batch_size(batch) or 1)
+        if self._own_samples_left is not None:
+            mine = min(mine, self._own_samples_left)
+            self._own_samples_left -= mine
+        counts = [mine]
+        if self.num_processes > 1:
+            tensor = torch.tensor([mine], device=self.device or "cpu")
+            gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+            dist.all_gather(gathered, tensor)
+            counts = [int(count) for count in gathered]
+        return counts
+
+
+def _shard_in(options: dict[str, Any]) -> BatchSamplerShard | None:
+    found = options.get("batch_sampler") if options.get("batch_sampler") is not None else options.get("sampler")
+    if isinstance(found, SkipBatchSampler):
+        found = found.batch_sampler
+    return found if isinstance(found, BatchSamplerShard) else None
+
+
+def _real_samples_of(sampler: Any) -> int | None:
+    """Return how many samples a `DistributedSampler` has for its rank before it repeats some; None for others."""
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
