@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .interleave import Comparison
 
@@ -21,7 +22,7 @@ Benchmark = Callable[[int], list[Comparison]]
 
 def run_on_two(benchmark: Benchmark, rounds: int) -> list[Comparison]:
     """Start two processes, run the benchmark in both, and return what rank 0 measured."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
     arguments = (benchmark, rounds, store.port, results)
     mp.spawn(_rank, args=arguments, nprocs=WORLD_SIZE)  # type: ignore[attr-defined, no-untyped-call]
@@ -42,7 +43,7 @@ def _rank(rank: int, benchmark: Benchmark, rounds: int, port: int, results: Any)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port)
+    store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     measured = benchmark(rounds)
     if rank == 0:

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from accelerate.config import environment
+from tests.ranks import close_pools
 from tests.ranks.worker import forget_everything
+
+
+def pytest_sessionfinish() -> None:
+    close_pools()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ Where it is less than a device:
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import importlib
@@ -42,7 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.dlpack import DLDeviceType
 
-from tests.ranks import WorkerPool
+from tests.ranks import WorkerPool, new_pool
 
 NAME = "gpu"
 NUM_DEVICES = 2
@@ -466,8 +465,7 @@ def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.Untyped
 
 @functools.cache
 def _processes_with_the_device() -> WorkerPool:
-    pool = WorkerPool()
-    atexit.register(pool.close)
+    pool = new_pool()
     return pool
 
 

@@ -81,6 +81,7 @@ DEFAULTS: list[tuple[type, dict[str, Any]]] = [
             "data_seed": None,
             "non_blocking": False,
             "use_stateful_dataloader": False,
+            "constant_memory_shuffle": False,  # ours, after the published ones
         },
     ),
     (

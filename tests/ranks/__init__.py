@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from .pool import RankFailure, WorkerPool, shared_pool
+from .pool import RankFailure, WorkerPool, close_pools, new_pool, shared_pool
 
-__all__ = ["RankFailure", "WorkerPool", "ranks", "run_on_ranks", "shared_pool"]
+__all__ = ["RankFailure", "WorkerPool", "close_pools", "new_pool", "ranks", "run_on_ranks", "shared_pool"]
 
 
 def run_on_ranks(

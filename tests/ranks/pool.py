@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import os
@@ -60,11 +59,10 @@ class Worker:
         self.process.wait()
         self.connection.close()
 
-    def retire(self) -> None:
-        """Let an idle worker finish by itself, so that it can write its coverage."""
-        self.connection.close()
+    def wait_for_its_end(self) -> None:
+        """Wait for a worker whose connection was closed: it finishes by itself and writes its coverage."""
         try:
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
@@ -167,9 +165,11 @@ class WorkerPool:
         workers, self.workers = self.workers, []
         for worker in workers:
             if kindly:
-                worker.retire()
+                worker.connection.close()
             else:
                 worker.end()
+        for worker in workers:
+            worker.wait_for_its_end()
 
 
 _ports = itertools.count(20000 + os.getpid() % 60 * 200)
@@ -190,9 +190,23 @@ def free_port() -> int:
     raise AssertionError("counting never ends")
 
 
+_pools: list[WorkerPool] = []
+
+
+def new_pool() -> WorkerPool:
+    """Return a pool that is closed when the test session ends (`close_pools`, called in conftest.py)."""
+    pool = WorkerPool()
+    _pools.append(pool)
+    return pool
+
+
+def close_pools() -> None:
+    """Finish all workers while there is still time: a test process that lingers at its exit is ended by xdist."""
+    for pool in _pools:
+        pool.close()
+
+
 @functools.cache
 def shared_pool() -> WorkerPool:
     """Return the pool of this test process."""
-    pool = WorkerPool()
-    atexit.register(pool.close)
-    return pool
+    return new_pool()

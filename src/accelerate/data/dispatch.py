@@ -109,7 +109,7 @@ class DataLoaderDispatcher(PreparedLoader):
         for part, is_last, num_real in sent:
             if is_last:
                 self._mark_last(None if num_real < 0 else self._partial_round(num_real))
-            self._batches_done += self.batches_per_round
+            self.cursor.batches += self.batches_per_round
             self.gradient_state._bring_forward(self)
             yield part if place is None else send_to_device(part, target, non_blocking=self._non_blocking)
 

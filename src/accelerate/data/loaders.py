@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from .order import OrderKeeper
 from .plan import DataPlan
 from .position import Position
 from .streams import IterableDatasetShard
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What changes with every batch, apart from the loader: `DataLoader.__setattr__` guards its options and is slow."""
+
+    batches: int = 0
+    """Base batches handed out in this epoch."""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -52,7 +61,7 @@ class PreparedLoader(DataLoader[Any]):
         self.index_source = IndexSource(super()._index_sampler, self.keeper)
         self._drop_last = drops_last
         self._non_blocking = non_blocking
-        self._batches_done = 0
+        self.cursor = Cursor()
         self._began = False
         self._resume: Position | None = None
         self._start = 0
@@ -145,7 +154,7 @@ class PreparedLoader(DataLoader[Any]):
         else:
             position = Position(
                 epoch=self.iteration,
-                batches=self._batches_done,
+                batches=self.cursor.batches,
                 order=self.keeper.key(),
                 dataset=self._dataset_state(),
             )
@@ -183,7 +192,7 @@ class PreparedLoader(DataLoader[Any]):
             self.set_epoch(self.iteration + 1 if self._began else self.iteration)
             self._start = self.skip_batches
         self._began = True
-        self._batches_done = self._start
+        self.cursor.batches = self._start
         self.end_of_dataloader = False
         self.partial_round = None
         self.remainder = self._real_samples_in_last_round()

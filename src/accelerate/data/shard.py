@@ -121,7 +121,7 @@ class DataLoaderShard(PreparedLoader):
         if self.base_dataloader is None:
             return super().state_dict()
         state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
-        own = {"epoch": self.iteration, "batches": self._batches_done, "loader": state}
+        own = {"epoch": self.iteration, "batches": self.cursor.batches, "loader": state}
         per_rank: list[Any] = [own]
         if self.num_processes > 1:
             per_rank = [None] * self.num_processes
@@ -188,6 +188,7 @@ class DataLoaderShard(PreparedLoader):
             yield from self._agreed_rounds(batches, place)
             return
         step = self.batches_per_round
+        cursor = self.cursor
         bring_forward = self.gradient_state._bring_forward
         last = self._last_index()
         if last is None:
@@ -195,14 +196,14 @@ class DataLoaderShard(PreparedLoader):
                 batch, self.partial_round = self._unmarked(batch, is_last)
                 if is_last:
                     self._mark_last(self.partial_round)
-                self._batches_done += step
+                cursor.batches += step
                 bring_forward(self)
                 yield batch if place is None else place(batch)
             return
         for index, batch in enumerate(batches):
             if index == last:
                 self._mark_last(self._partial_last_round())
-            self._batches_done += step
+            cursor.batches += step
             bring_forward(self)
             yield batch if place is None else place(batch)
 
@@ -308,7 +309,7 @@ class DataLoaderShard(PreparedLoader):
             self.partial_round = partial
             if not any(more):
                 self._mark_last(partial)
-            self._batches_done += self.batches_per_round
+            self.cursor.batches += self.batches_per_round
             self.gradient_state._bring_forward(self)
             yield here if place is None else place(here)
 
