@@ -465,8 +465,7 @@ def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.Untyped
 
 @functools.cache
 def _processes_with_the_device() -> WorkerPool:
-    pool = new_pool()
-    return pool
+    return new_pool()
 
 
 def _run_where_the_device_is(module: str, qualname: str, arguments: dict[str, Any]) -> Any:

@@ -629,19 +629,18 @@ class Accelerator:
     def join_uneven_inputs(self, joinables: Sequence[Joinable], even_batches: bool | None = None) -> Iterator[None]:
         """Let processes with more batches finish while the others stand in for their collectives."""
         with ExitStack() as stack:
-            if even_batches is not None:
-                stack.enter_context(self._even_batches_set_to(even_batches))
+            stack.enter_context(self._even_batches_set_to(even_batches))
             if self.use_distributed:
                 stack.enter_context(Join(list(joinables), enable=True, throw_on_early_termination=False))
             yield
 
     @contextmanager
-    def _even_batches_set_to(self, even_batches: bool) -> Iterator[None]:
+    def _even_batches_set_to(self, even_batches: bool | None) -> Iterator[None]:
         loaders = [loader for loader in self._dataloaders if isinstance(loader, DataLoaderShard)]
         shards = [loader.shard for loader in loaders if loader.shard is not None]
         before = [shard.even_batches for shard in shards]
         for shard in shards:
-            shard.even_batches = even_batches
+            shard.even_batches = shard.even_batches if even_batches is None else even_batches
         for loader in loaders:
             loader.joined = True
         try:

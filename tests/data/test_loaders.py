@@ -89,7 +89,7 @@ def test_breaking_out_ends_the_iteration() -> None:
     assert not accelerator.gradient_state.in_dataloader
     assert loader.state_dict()["batches"] == 1, "a run that is saved now goes on here"
     assert batches_of(loader)[0] == [0, 1], "a loop that begins again begins a new epoch"
-    assert loader.iteration == 1
+    assert loader.iteration == 2, "the one that was left and the one that was finished"
 
 
 def test_loaders_nest_and_the_innermost_answers() -> None:

@@ -40,7 +40,7 @@ def test_the_middle_of_an_epoch_is_followed_by_whole_epochs() -> None:
     loader = prepare_data_loader(DataLoader(range(6), batch_size=2))
     loader.load_state_dict(Position(epoch=3, batches=2, batch_size=2).to_dict())
     assert [[b.tolist() for b in loader] for _ in range(2)] == [[[4, 5]], [[0, 1], [2, 3], [4, 5]]]
-    assert loader.iteration == 4
+    assert loader.iteration == 5, "the epoch that comes next"
 
 
 def test_a_position_saved_in_the_last_step_is_the_next_epoch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -27,6 +28,7 @@ from ..runtime.runtime import Runtime
 from .loaders import PreparedLoader, marking_last
 from .order import SynchronizedRandomSampler
 from .position import Position
+from .streams import IterableDatasetShard
 
 _STOP, _TENSORS, _OBJECTS, _FAILED = 0, 1, 2, 3
 _NOTHING = object()
@@ -70,6 +72,7 @@ class DataLoaderDispatcher(PreparedLoader):
         """Bytes of batches that the main process has sent to the others."""
         self._runtime = runtime
         self._layout: Any = None
+        self._state_before_round: Any = None
         self._sampler = self.get_sampler()
         if isinstance(self._sampler, SynchronizedRandomSampler):
             self._sampler.reads_for_all = True
@@ -107,8 +110,9 @@ class DataLoaderDispatcher(PreparedLoader):
         place = self._placement()
         sent = self._sent_rounds(resume) if self._runtime.is_main_process else self._received_rounds()
         for part, is_last, num_real in sent:
+            self.partial_round = None if num_real < 0 else self._partial_round(num_real)
             if is_last:
-                self._mark_last(None if num_real < 0 else self._partial_round(num_real))
+                self._mark_last(self.partial_round)
             self.cursor.batches += self.batches_per_round
             self.gradient_state._bring_forward(self)
             yield part if place is None else send_to_device(part, target, non_blocking=self._non_blocking)
@@ -117,30 +121,34 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _sent_rounds(self, resume: Position | None) -> Iterator[tuple[Any, bool, int]]:
         first_round: list[Any] = []
-        ending: int | None = _STOP
+        others_wait = True  # for the next round, or for the word that there is none
         try:
             for batches, is_last in marking_last(self._read_rounds(resume)):
                 first_round = first_round or batches
                 parts, num_real = self._parts_of(batches, first_round, is_last)
                 part = self._send(parts, is_last, num_real)
-                ending = None if is_last else _STOP
+                others_wait = False  # a loop that is left now is left on every rank, and nothing is owed
                 yield part, is_last, num_real
+                others_wait = not is_last
         except Exception:
-            ending = _FAILED
+            if others_wait:
+                self._header(_FAILED)
             raise
-        finally:
-            if ending is not None:  # no data, left early, or failed: nobody may wait for the next round
-                self._header(ending)
+        if others_wait:
+            self._header(_STOP)
 
     def _read_rounds(self, resume: Position | None) -> Iterator[list[Any]]:
         batches = self._open(resume)
-        if isinstance(self.dataset, IterableDataset):
-            for _ in islice(batches, self._start):
-                pass
-        while taken := list(islice(batches, self.batches_per_round)):
-            if self._drop_last and len(taken) < self.batches_per_round:
+        while True:
+            if isinstance(self.dataset, IterableDatasetShard) and self.dataset.keeps_states:
+                self._state_before_round = copy.deepcopy(self.dataset.dataset.state_dict())
+            taken = list(islice(batches, self.batches_per_round))
+            if not taken or (self._drop_last and len(taken) < self.batches_per_round):
                 return
             yield taken
+
+    def _dataset_state(self) -> Any:
+        return self._state_before_round  # of the round that was read ahead: it is not handed out yet
 
     def _parts_of(self, batches: list[Any], first_round: list[Any], is_last: bool) -> tuple[list[Any], int]:
         """Cut a round into one part per rank; return them and the number of real samples, -1 for a full round."""
@@ -148,7 +156,7 @@ class DataLoaderDispatcher(PreparedLoader):
         full = self.base_batch_size
         if len(batches) == self.batches_per_round and (full is None or all(size == full for size in sizes)):
             return (self._cut(batches[0]) if self.split_batches else batches), -1
-        if not is_last:  # batches of a custom sampler may have any size; they go out as they are
+        if not is_last and not isinstance(self.dataset, IterableDataset):  # a custom sampler's batches have any size
             return (self._cut(batches[0]) if self.split_batches else batches), -1
         if full is None or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches)):
             return self._filled_by_batches(batches, first_round)
@@ -211,12 +219,7 @@ class DataLoaderDispatcher(PreparedLoader):
             part, is_last, num_real = self._received_round()
             if part is _NOTHING:
                 return
-            try:
-                yield part, is_last, num_real
-            except GeneratorExit:  # the loop was left early, on every rank: take the main process's last word
-                if not is_last:
-                    self._received_round()
-                raise
+            yield part, is_last, num_real
 
     def _received_round(self) -> tuple[Any, bool, int]:
         kind, is_last, num_real, changed = self._header()
@@ -267,7 +270,7 @@ def slice_batch(
 ) -> Any:
     """Take the same rows of every tensor, and of every list of things that are no containers (texts, ids)."""
     if isinstance(data, Tensor):
-        return data[tensor_slice]
+        return data[tensor_slice] if data.dim() else data
     if _is_list_of_things(data):
         return data[tensor_slice]
     mapped = map_children(lambda child: slice_batch(child, tensor_slice), data)

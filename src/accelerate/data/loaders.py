@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..runtime import device as devices
 from ..runtime.gradient_state import GradientState
 from ..runtime.nested import send_to_device
+from ..runtime.progress import progress
 from .indices import IndexSource
 from .metrics import PartialRound
 from .order import OrderKeeper
 from .plan import DataPlan
-from .position import Position
+from .position import Position, PositionError
 from .streams import IterableDatasetShard
 
 
@@ -34,6 +36,7 @@ class PreparedLoader(DataLoader[Any]):
 
     device: torch.device | None
     split_batches = False
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -62,9 +65,11 @@ class PreparedLoader(DataLoader[Any]):
         self._drop_last = drops_last
         self._non_blocking = non_blocking
         self.cursor = Cursor()
-        self._began = False
+        self._is_in_epoch = False
+        """An epoch was begun and has not come to its end."""
         self._resume: Position | None = None
         self._start = 0
+        self._current: object = None
 
     # --- what it is -----------------------------------------------------------------------------------------------
 
@@ -98,7 +103,10 @@ class PreparedLoader(DataLoader[Any]):
         source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         sampler = self.get_sampler()
         sized = hasattr(sampler, "__len__") and not isinstance(source, IterableDataset)
-        return len(sampler if sized else source)
+        length = length_of(sampler if sized else source)
+        if length is None:
+            raise TypeError(f"{type(source).__name__} does not know its length.")
+        return length
 
     def get_sampler(self) -> Any:
         """Return the sampler that decides the order."""
@@ -107,13 +115,21 @@ class PreparedLoader(DataLoader[Any]):
             found = inner
         return found
 
+    def set_sampler(self, sampler: Any) -> None:
+        """Let another sampler decide the order, from the next epoch on."""
+        holder: Any = self.batch_sampler
+        while hasattr(holder, "batch_sampler"):
+            holder = holder.batch_sampler
+        holder.sampler = sampler
+        self.keeper.sampler = sampler
+
     def plan(self) -> DataPlan:
         """Return how the data is shared out: print it."""
         try:
             samples: int | None = self.total_dataset_length
-            steps: int | None = len(self)
         except TypeError:
-            samples = steps = None
+            samples = None
+        steps = None if samples is None else length_of(self)
         return DataPlan(
             samples=samples,
             num_processes=self.num_processes,
@@ -133,7 +149,11 @@ class PreparedLoader(DataLoader[Any]):
     # --- where it is ----------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, for whatever under this loader wants to know it."""
+        """Choose the epoch that comes next, for whatever under this loader wants to know it."""
+        self._is_in_epoch = False
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
         self.iteration = epoch
         told: set[int] = set()
         parts: list[Any] = [self.batch_sampler, self.sampler, self.get_sampler(), self.dataset]
@@ -147,7 +167,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return the position: plain data, global, the same on every rank."""
         if self._resume is not None:
             return self._resume.to_dict()
-        if not self._began:
+        if not self._is_in_epoch:
             position = Position(epoch=self.iteration, batches=self.skip_batches, order=self.keeper.key_of_next_epoch())
         elif self.end_of_dataloader:
             position = Position(epoch=self.iteration + 1, order=self.keeper.key_of_next_epoch())
@@ -171,7 +191,16 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = position
 
     def _dataset_state(self) -> Any:
-        return None
+        """Return the state that an iterable data set keeps itself, as of the batches handed out."""
+        return (
+            self.dataset.states[-1] if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states else None
+        )
+
+    def reset(self) -> None:
+        """Forget how far the last iteration came."""
+        self.end_of_dataloader = False
+        self.partial_round = None
+        self.remainder = -1
 
     def begin(self) -> None:
         """Announce to the training loop that this loader is being iterated."""
@@ -186,22 +215,25 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         resume, self._resume = self._resume, None
         if resume is not None:
-            self.set_epoch(resume.epoch)
+            self._tell_epoch(resume.epoch)
             self._start = resume.batches_of(self.base_batch_size)
-        else:
-            self.set_epoch(self.iteration + 1 if self._began else self.iteration)
+        else:  # an epoch that was left early is over
+            self._tell_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
             self._start = self.skip_batches
-        self._began = True
+        self._is_in_epoch = True
         self.cursor.batches = self._start
-        self.end_of_dataloader = False
-        self.partial_round = None
+        self.reset()
         self.remainder = self._real_samples_in_last_round()
         self._before_epoch()
+        mine = self._current = object()
         self.begin()
         try:
             yield from self._rounds(resume)
+            self._is_in_epoch = False
+            self.iteration += 1
         finally:
-            self.end()
+            if self._current is mine:  # an older iterator that dies late must not end this one
+                self.end()
 
     def _before_epoch(self) -> None:
         """Do what the processes must do together before an epoch."""
@@ -229,19 +261,74 @@ class PreparedLoader(DataLoader[Any]):
         if num_real == share * self.num_processes:
             return None
         counts = [min(max(num_real - rank * share, 0), share) for rank in range(self.num_processes)]
-        return PartialRound(counts=counts, full=share, rows=share if rank is None else counts[rank])
+        rows = share if rank is None else counts[rank]
+        return PartialRound(counts=counts, full=share, rows=rows, uneven=rank is not None)
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
         """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""
-        if isinstance(self.dataset, IterableDataset):
-            return super().__iter__()
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self._open_stream(self.dataset, resume)
+        if isinstance(self.dataset, IterableDataset):  # handed to the class directly, without `prepare`
+            return self._read_on(super().__iter__())
         self.index_source.start = self._index_start()
         if resume is None:
             return super().__iter__()
         self.index_source.key = resume.order
+        if resume.batches == 0 and "generator" in resume.order:
+            # Saved between two epochs: the loader's own draw from this generator is still to come.
+            self.keeper.begin_epoch(self.index_source.key)
+            self.index_source.key = None
         with _generator_restored():
-            self.index_source.draw_first()
+            batches: Iterator[Any] = super().__iter__()
+            if self.num_workers == 0:  # workers have drawn their first indices by now
+                self.index_source.draw_first()
+            return batches
+
+    def _open_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
+        """Start an iterable data set where it was: by its own state, else by reading on."""
+        stream.begin(keep_states=self.num_workers == 0 and stream.has_state)
+        if resume is None and self._start == 0:
             return super().__iter__()
+        with _generator_restored() if resume is not None else nullcontext():
+            if resume is not None and resume.dataset is not None and stream.keeps_states:
+                stream.dataset.load_state_dict(resume.dataset)
+                return super().__iter__()
+            if resume is not None and self._start > 0:
+                self._tell_reading_on(stream)
+            in_one_place = self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers)
+            if in_one_place:
+                stream.samples_to_skip = self._stream_start() * stream.batch_size
+                stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
+                return super().__iter__()
+            if resume is not None and resume.num_processes != self.num_processes:
+                raise PositionError(
+                    f"An iterable data set with {self.num_workers} workers deals batches by worker, so its position "
+                    f"holds for {resume.num_processes} processes only and this run has {self.num_processes}. Resume on "
+                    f"{resume.num_processes}, or use at most one worker, not a persistent one."
+                )
+            return self._read_on(super().__iter__())
+
+    def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Read the batches before the position, and drop them."""
+        for _ in progress(range(self._start // self.batches_per_round), "Reading on to the position", "batches"):
+            next(batches, None)
+        return batches
+
+    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+        remedy = (
+            "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
+            if stream.has_state
+            else "give it state_dict() and load_state_dict()"
+        )
+        warnings.warn(
+            f"{type(stream.dataset).__name__} is read from its beginning to come back to batch {self._start} of epoch "
+            f"{self.iteration}. To seek instead, {remedy}, or use a map-style data set.",
+            stacklevel=6,
+        )
+
+    def _stream_start(self) -> int:
+        """Return the batches of an iterable data set that were consumed."""
+        return self._start
 
     def _index_start(self) -> int:
         return self._start
@@ -273,3 +360,11 @@ def marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         yield held, False
         held = item
     yield held, True
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of data, or None where it has none or refuses to tell."""
+    try:
+        return len(data)
+    except Exception:
+        return None

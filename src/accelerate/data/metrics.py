@@ -23,6 +23,8 @@ class PartialRound:
     """Samples of a full batch of one rank."""
     rows: int
     """Samples in this rank's batch, repeated ones included."""
+    uneven: bool = False
+    """The ranks' batches hold different numbers of samples."""
 
     def gather(self, data: Any, as_objects: bool) -> Any:
         """Gather from every rank what belongs to its real samples.
@@ -37,9 +39,9 @@ class PartialRound:
         return recursively_apply(self._gather_tensor, data)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        per_sample = self._rows_per_sample(tensor)
         rows = tensor.shape[0] if tensor.dim() else 1
-        per_sample, others = divmod(rows, self.rows)
-        if others or per_sample == 0:  # not per sample
+        if per_sample == 0:
             from_every_rank: Tensor = gather(tensor)
             return from_every_rank[torch.tensor([count > 0 for count in self.counts]).repeat_interleave(rows)]
         length = self.full * per_sample
@@ -47,3 +49,13 @@ class PartialRound:
             tensor = torch.cat([tensor, tensor.new_zeros((length - rows, *tensor.shape[1:]))])
         parts = gather(tensor[:length]).split(length)
         return torch.cat([part[: count * per_sample] for part, count in zip(parts, self.counts, strict=True)])
+
+    def _rows_per_sample(self, tensor: Tensor) -> int:
+        """Return how many rows of a result belong to a sample, 0 where it is not per sample; the same on every rank."""
+        if tensor.dim() == 0:
+            return 0
+        mine = tensor.shape[0] // self.rows if tensor.shape[0] % self.rows == 0 else 0
+        if not self.uneven:
+            return mine
+        on_every_rank = gather(torch.tensor([mine], device=tensor.device)).tolist()
+        return mine if len(set(on_every_rank)) == 1 else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from ..runtime.random import own_seed, shared_seed
+from ..runtime.random import initial_seed_of_rank_zero, own_seed, shared_seed
 from .permutation import Permutation
 
 Positions = npt.NDArray[np.int64]
@@ -29,6 +30,9 @@ class Order(Protocol):
 
     def at(self, positions: Positions) -> Any:
         """Return the samples at these positions, as an array."""
+
+    def finish(self) -> None:
+        """Take note that the last sample was read."""
 
 
 class SequentialOrder:
@@ -44,12 +48,20 @@ class SequentialOrder:
         """Return the positions themselves."""
         return positions
 
+    def finish(self) -> None:
+        """Take note that the last sample was read."""
+
 
 class DrawnOrder:
     """Samples in an order that was drawn and is kept."""
 
-    def __init__(self, samples: Sampler[Any]) -> None:
-        self._samples = np.frombuffer(array("q", samples), dtype=np.int64)
+    def __init__(self, sampler: Any) -> None:
+        self._rest = iter(sampler)
+        self._samples = np.frombuffer(array("q", islice(self._rest, len(sampler))), dtype=np.int64)
+
+    def finish(self) -> None:
+        """Exhaust the sampler, as the plain loader does at the end of an epoch: torch's own draws once more there."""
+        next(self._rest, None)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -180,7 +192,7 @@ def agreeing_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, dat
             replacement=sampler.replacement,
             num_samples=sampler._num_samples,
             generator=sampler.generator,
-            data_seed=data_seed,
+            data_seed=initial_seed_of_rank_zero() if data_seed is None else data_seed,
         )
     return SynchronizedRandomSampler(sampler) if sampler.generator is None else sampler
 
@@ -207,7 +219,7 @@ class OrderKeeper:
     def begin_epoch(self, key: dict[str, Any] | None) -> None:
         """Note what the order will be drawn from; with a key, draw from what it holds."""
         if key:
-            self._restore(key)
+            self.restore(key)
         self._key = self._key_before_drawing()
 
     def key(self) -> dict[str, Any]:
@@ -232,7 +244,8 @@ class OrderKeeper:
             return {"sampler": copy.deepcopy(sampler.state_dict())}
         return {"rng": torch.get_rng_state()}
 
-    def _restore(self, key: dict[str, Any]) -> None:
+    def restore(self, key: dict[str, Any]) -> None:
+        """Let the next order be drawn from what a key holds."""
         sampler = self.sampler
         if key.get("seed") is not None and isinstance(sampler, SynchronizedRandomSampler):
             sampler.draw_again(key["seed"])

@@ -58,6 +58,9 @@ class Permutation(Sequence[int]):
             outside = outside[values[outside] >= self.length]
         return values
 
+    def finish(self) -> None:
+        """Take note that the last sample was read: nothing is left to do."""
+
     def _scramble(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Permute the numbers of all bits: each round mixes one half into the other, which can be undone."""
         low_bits, high_bits = np.uint64(self._low_bits), np.uint64(self._high_bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..config.enums import RNGType
 from ..runtime.runtime import Runtime
 from .dispatch import DataLoaderDispatcher
-from .loaders import PreparedLoader
+from .loaders import PreparedLoader, length_of
 from .order import agreeing_sampler, with_sampler
 from .shard import DataLoaderShard
 from .sharding import BatchSamplerShard
@@ -96,7 +97,7 @@ def prepare_data_loader(
     }
     if dispatch_batches and num_processes > 1 and not split_elsewhere:
         return DataLoaderDispatcher(
-            dataloader.dataset,
+            stream_of(dataloader) if is_stream else dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             use_stateful_dataloader=use_stateful_dataloader,
@@ -107,6 +108,7 @@ def prepare_data_loader(
     share = _Share(num_processes, process_index, split_batches, even_batches)
     dataset: Any = dataloader.dataset
     if split_elsewhere:
+        dataset = stream_of(dataloader) if is_stream else dataset
         options |= order.as_options(dataloader)
     elif is_stream:
         dataset = share.of_stream(dataloader)
@@ -155,7 +157,7 @@ def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) 
     if agreed is not own and batch_sampler is not None:
         batch_sampler = with_sampler(batch_sampler, agreed)
     generator: Any = getattr(agreed, "generator", None) if agreed is own else None
-    if agreed is own and num_processes > 1 and getattr(agreed, "generator", agreed) is None:
+    if own is not None and agreed is own and num_processes > 1 and getattr(agreed, "generator", agreed) is None:
         generator = torch.Generator()  # else a weighted sampler draws differently on each process
         generator.manual_seed(torch.random.initial_seed())
         agreed.generator = generator
@@ -202,6 +204,13 @@ class _Share:
         return BatchSamplerShard(batches, self.num_processes, self.process_index, self.split_batches, self.even_batches)
 
 
+def stream_of(loader: DataLoader[Any]) -> IterableDatasetShard:
+    """Return an iterable data set as it is, but able to begin anywhere."""
+    stream = IterableDatasetShard(loader.dataset, loader.batch_size or 1)
+    stream.fills_last_round = False
+    return stream
+
+
 class _Unbatched:
     """Convert the only sample of a batch, for loaders with `batch_size=None`."""
 
@@ -240,7 +249,7 @@ def _differs_between_ranks(dataset: Any) -> bool:
         return False
     mine = [
         type(dataset).__qualname__,
-        len(dataset) if hasattr(dataset, "__len__") else None,
+        length_of(dataset),
         getattr(dataset, "_fingerprint", None),
         _checksum(dataset.indices) if isinstance(dataset, Subset) else None,
     ]
@@ -264,36 +273,58 @@ def _synchronizable(
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Return a loader like this one that starts after its first batches (of this process)."""
+    """Return a loader like this one that starts after its first batches (of this process).
+
+    A position that was loaded into the loader goes on in the new one, from these batches on.
+    """
     options = loader_options(dataloader)
-    if isinstance(dataloader.dataset, IterableDataset):
+    dataset: Any = dataloader.dataset
+    if isinstance(dataset, IterableDataset):
         options |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     elif dataloader.batch_sampler is not None:
         options["batch_sampler"] = dataloader.batch_sampler
     else:
         options |= {"sampler": dataloader.sampler, "batch_size": None}
-    if isinstance(dataloader, PreparedLoader):
-        options |= {
-            "device": dataloader.device,
-            "iteration": dataloader.iteration,
-            "_drop_last": dataloader._drop_last,
-            "_non_blocking": dataloader._non_blocking,
-            "skip_batches": num_batches * dataloader.batches_per_round,
-        }
+    if not isinstance(dataloader, PreparedLoader):
+        dataset = stream_of(dataloader) if isinstance(dataset, IterableDataset) else dataset
+        return SkipDataLoader(dataset, skip_batches=num_batches, **options)
+    options |= {
+        "device": dataloader.device,
+        "iteration": dataloader.iteration + dataloader._is_in_epoch,
+        "_drop_last": dataloader._drop_last,
+        "_non_blocking": dataloader._non_blocking,
+        "skip_batches": dataloader.skip_batches + num_batches * dataloader.batches_per_round,
+    }
+    skipped: PreparedLoader
     if isinstance(dataloader, DataLoaderDispatcher):
-        return DataLoaderDispatcher(
-            dataloader.dataset, split_batches=dataloader.split_batches, slice_fn=dataloader.slice_fn, **options
+        skipped = DataLoaderDispatcher(
+            dataset, split_batches=dataloader.split_batches, slice_fn=dataloader.slice_fn, **options
         )
-    if isinstance(dataloader, DataLoaderShard):
-        return DataLoaderShard(
-            dataloader.dataset,
+    else:
+        assert isinstance(dataloader, DataLoaderShard)
+        skipped = DataLoaderShard(
+            dataset,
             rng_types=dataloader.rng_types,
             synchronized_generator=dataloader.synchronized_generator,
             _split_elsewhere=dataloader._split_elsewhere,
             _num_processes=dataloader.num_processes,
             **options,
         )
-    return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **options)
+    _hand_over_position(dataloader, skipped, num_batches)
+    return skipped
+
+
+def _hand_over_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
+    """Let the new loader finish the epoch that a loaded position is in; the old one goes on with the next."""
+    position, dataloader._resume = dataloader._resume, None
+    if position is not None:
+        skipped._resume = replace(
+            position,
+            batches=num_batches * dataloader.batches_per_round,
+            batch_size=dataloader.base_batch_size,
+            dataset=None,
+        )
+        dataloader.set_epoch(position.epoch + 1)
 
 
 class SkipDataLoader(DataLoaderShard):

@@ -12,7 +12,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..config.enums import RNGType
 from ..runtime.nested import find_batch_size
-from ..runtime.progress import progress
 from ..runtime.random import synchronize_rng_states
 from .indices import SkipBatchSampler
 from .loaders import PreparedLoader, marking_last
@@ -45,10 +44,10 @@ class DataLoaderShard(PreparedLoader):
         shard = _shard_in(kwargs)
         if shard is not None:
             num_processes = shard.num_processes
-        elif isinstance(dataset, IterableDatasetShard):
-            num_processes = dataset.num_processes
+        elif _num_processes is not None:
+            num_processes = _num_processes
         else:
-            num_processes = _num_processes or 1
+            num_processes = getattr(dataset, "num_processes", 1) if isinstance(dataset, IterableDatasetShard) else 1
         super().__init__(
             dataset,
             device=device,
@@ -60,7 +59,7 @@ class DataLoaderShard(PreparedLoader):
             **kwargs,
         )
         self.shard = shard
-        self.split_batches = bool(getattr(shard or dataset, "split_batches", False))
+        self.split_batches = bool(getattr(dataset if shard is None else shard, "split_batches", False))
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.joined = False
@@ -69,6 +68,7 @@ class DataLoaderShard(PreparedLoader):
         self._told_uneven = False
         self._own_samples_left: int | None = None
         self._state_before_reading_ahead: Any = None
+        self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader: Any = self._stateful_loader(kwargs) if use_stateful_dataloader else None
 
     def _stateful_loader(self, kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class DataLoaderShard(PreparedLoader):
         """Return the samples that all processes consume in one step."""
         if self.shard is not None and self.shard.batch_size is not None:
             return self.shard.share * self.num_processes
-        if isinstance(self.dataset, IterableDatasetShard):
+        if isinstance(self.dataset, IterableDatasetShard) and not self._split_elsewhere:
             return self.dataset.round_size
         own = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
         return own * self.num_processes
@@ -111,17 +111,22 @@ class DataLoaderShard(PreparedLoader):
     def _index_start(self) -> int:
         return self._start if self.shard is not None else self._start // self.batches_per_round
 
+    def _stream_start(self) -> int:
+        return self._start // self.batches_per_round if self._split_elsewhere else self._start
+
     def _dataset_state(self) -> Any:
-        if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states:
-            return self.dataset.states[-1]
-        return None
+        return None if self._split_elsewhere else super()._dataset_state()  # each rank's own is nobody else's
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; with torchdata's loader, every rank's own state (call it on every rank)."""
         if self.base_dataloader is None:
             return super().state_dict()
-        state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
-        own = {"epoch": self.iteration, "batches": self.cursor.batches, "loader": state}
+        own: dict[str, Any] = {"epoch": self.iteration, "batches": 0, "loader": None, "order": {}}
+        if self._is_in_epoch and self.end_of_dataloader:
+            own["epoch"] += 1
+        elif self._is_in_epoch:
+            state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
+            own |= {"batches": self.cursor.batches, "loader": state, "order": self.keeper.key()}
         per_rank: list[Any] = [own]
         if self.num_processes > 1:
             per_rank = [None] * self.num_processes
@@ -131,6 +136,8 @@ class DataLoaderShard(PreparedLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on from a position."""
         if self.base_dataloader is None:
+            if self._split_elsewhere:
+                self._refuse_another_world(Position.from_dict(state_dict))
             super().load_state_dict(state_dict)
             return
         per_rank = state_dict.get("stateful_dataloader")
@@ -142,7 +149,17 @@ class DataLoaderShard(PreparedLoader):
             )
         own = per_rank[dist.get_rank() if self.num_processes > 1 else 0]
         self._resume = Position(epoch=own["epoch"], batches=own["batches"], batch_size=self.base_batch_size)
-        self.base_dataloader.load_state_dict(own["loader"])
+        if own["loader"] is not None:
+            self.keeper.restore(own["order"])
+            self.base_dataloader.load_state_dict(own["loader"])
+
+    def _refuse_another_world(self, position: Position) -> None:
+        """Refuse a position of data that every rank has for itself, on another number of ranks."""
+        if position.batches and position.num_processes != self.num_processes:
+            raise PositionError(
+                f"This data was split by rank before it came here, so its position holds for {position.num_processes} "
+                f"processes only and this run has {self.num_processes}: resume on {position.num_processes}."
+            )
 
     def _before_epoch(self) -> None:
         if self.rng_types is not None:
@@ -211,8 +228,6 @@ class DataLoaderShard(PreparedLoader):
         if self.base_dataloader is not None:
             batches: Iterator[Any] = iter(self.base_dataloader)
             return batches if self._last_index() is not None else self._noting_state(batches)
-        if isinstance(self.dataset, IterableDatasetShard):
-            return self._opened_stream(self.dataset, resume)
         return self._open(resume)
 
     def _noting_state(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -225,44 +240,6 @@ class DataLoaderShard(PreparedLoader):
                 return
             yield batch
 
-    def _opened_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
-        """Start an iterable data set where it was: by its own state, else by reading on."""
-        stream.keeps_states = self.num_workers == 0 and _has_state(stream.dataset)
-        stream.states.clear()
-        if resume is not None and resume.dataset is not None and stream.keeps_states:
-            stream.dataset.load_state_dict(resume.dataset)
-            return self._open(resume)
-        if self._start == 0:
-            return self._open(resume)
-        if resume is not None:
-            self._tell_reading_on(stream)
-        if self.num_workers <= 1:
-            stream.samples_to_skip = self._start * stream.batch_size
-            return self._open(resume)
-        if resume is not None and resume.num_processes != self.num_processes:
-            raise PositionError(
-                f"An iterable data set with {self.num_workers} workers deals batches by worker, so its position holds "
-                f"for {resume.num_processes} processes only and this run has {self.num_processes}. Resume on "
-                f"{resume.num_processes}, or use at most one worker."
-            )
-        batches = self._open(resume)
-        for _ in progress(range(self._start // self.batches_per_round), "Reading on to the position", "batches"):
-            next(batches, None)
-        return batches
-
-    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
-        name = type(stream.dataset).__name__
-        remedy = (
-            "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
-            if _has_state(stream.dataset)
-            else "give it state_dict() and load_state_dict()"
-        )
-        warnings.warn(
-            f"{name} is read from its beginning to come back to batch {self._start} of epoch {self.iteration}. To seek "
-            f"instead, {remedy}, or use a map-style data set.",
-            stacklevel=5,
-        )
-
     def _last_index(self) -> int | None:
         """Return the index of the last batch, where the length can be trusted.
 
@@ -273,13 +250,17 @@ class DataLoaderShard(PreparedLoader):
             trusted = sized_sampler(self.shard.batch_sampler) is not None
             return self.shard.num_rounds_from(self._start) - 1 if trusted else None
         if sized_sampler(self.batch_sampler) is not None:
-            return len(self) - self._index_start() - 1
+            return len(self.index_source) - self._index_start() - 1
         return None
 
     def _partial_last_round(self) -> PartialRound | None:
         shard = self.shard
-        real = shard.real_samples_in_last_round(self._start) if shard is not None else None
-        if shard is None or real is None or not shard.takes_part_in_last_round(self._start):
+        if shard is None:
+            return None
+        real = shard.real_samples_in_last_round(self._start)
+        if real is None:
+            real = shard.counted_in_last_round  # by iterating
+        if real is None or not shard.takes_part_in_last_round(self._start):
             return None
         return self._partial_round(real, None if self._fills_last() else shard.process_index)
 
@@ -295,17 +276,25 @@ class DataLoaderShard(PreparedLoader):
         The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
         """
         self._own_samples_left = _real_samples_of(self.get_sampler())
+        if self._own_samples_left is not None:
+            consumed = self._index_start() * (self.base_batch_size or 1)
+            self._own_samples_left = max(0, self._own_samples_left - consumed)
         upcoming = next(batches, None)
         here = upcoming
         more = self._tell_each_other(upcoming)
         while any(more):
             counts, here = more, (upcoming if upcoming is not None else here)
+            if here is None:
+                raise ValueError(
+                    "This rank has no data of its own while others have: give every rank at least one sample, or let "
+                    "the library divide the data."
+                )
             upcoming = next(batches, None)
             more = self._tell_each_other(upcoming)
             full = max(counts)
             alike = all(count == full for count in counts)
             rows = find_batch_size(here) or 1
-            partial = None if alike else PartialRound(counts=counts, full=full, rows=rows)
+            partial = None if alike else PartialRound(counts=counts, full=full, rows=rows, uneven=True)
             self.partial_round = partial
             if not any(more):
                 self._mark_last(partial)
@@ -340,7 +329,3 @@ def _real_samples_of(sampler: Any) -> int | None:
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]
-
-
-def _has_state(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

@@ -35,6 +35,8 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.counted_in_last_round: int | None = None
+        """Real samples of the last round, known once a custom batch sampler was read to its end."""
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
@@ -88,6 +90,8 @@ class BatchSamplerShard(BatchSampler):
         """Return the samples of an epoch, unless a custom batch sampler makes another number of batches of them."""
         if self.batch_size is None or not hasattr(self.sampler, "__len__"):
             return None
+        if not hasattr(self.batch_sampler, "__len__"):
+            return None
         if sized_sampler(self.batch_sampler) is None:
             whole, rest = divmod(len(self.sampler), self.batch_size)
             if self.total_length != whole + (rest > 0 and not self.drop_last):
@@ -115,6 +119,7 @@ class BatchSamplerShard(BatchSampler):
 
     def iterate_from(self, start: int) -> Iterator[list[Any]]:
         """Yield this process's batches, beginning with global batch `start`."""
+        self.counted_in_last_round = None
         sampler = sized_sampler(self.batch_sampler)
         if sampler is not None:  # drawn with the first batch, where the plain loader draws its random numbers too
             yield from self._by_position(read_order(sampler), start)
@@ -152,7 +157,12 @@ class BatchSamplerShard(BatchSampler):
             batches = order.at(positions.reshape(-1)).reshape(positions.shape).tolist()
             if cut < share:
                 batches[-1] = batches[-1][:cut]
-            yield from batches
+            if rounds[-1] == num_rounds - 1:
+                yield from batches[:-1]
+                order.finish()
+                yield batches[-1]
+            else:
+                yield from batches
 
     # A custom batch sampler is only known by iterating over it.
 
@@ -176,7 +186,9 @@ class BatchSamplerShard(BatchSampler):
 
     def _last_round(self, batches: list[list[Any]], head: list[Any]) -> Iterator[list[Any]]:
         complete = len(batches) == self.num_processes
-        full = all(len(batch) == self.batch_size for batch in batches)
+        full = self.batch_size is None or all(len(batch) >= self.batch_size for batch in batches)
+        if not full or not complete:
+            self.counted_in_last_round = sum(map(len, batches))
         if complete and (full or not self.even_batches):
             yield batches[self.process_index]
         elif self.drop_last or not batches:
@@ -196,6 +208,7 @@ class BatchSamplerShard(BatchSampler):
             if len(batch) != self.batch_size:
                 if self.drop_last:
                     continue
+                self.counted_in_last_round = len(batch)
                 if self.even_batches:
                     assert self.batch_size is not None
                     batch = filled(batch, head, self.batch_size)

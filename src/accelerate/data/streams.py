@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -78,11 +80,25 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.fills_last_round = True
         self.samples_to_skip = 0
+        self.rng_while_skipping: torch.Tensor | None = None
+        """State of torch's generator when the epoch began, for data that is drawn from it."""
         self.tells_last_round = False
         """Yield the samples of an incomplete round as `SampleOfLastRound`."""
         self.keeps_states = False
         """Keep the data set's own state from before every round that was read."""
         self.states: deque[Any] = deque(maxlen=1)
+
+    @property
+    def has_state(self) -> bool:
+        """Tell whether the data set keeps a state of its own."""
+        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+
+    def begin(self, *, keep_states: bool) -> None:
+        """Forget what an earlier iteration left behind."""
+        self.keeps_states = keep_states
+        self.states.clear()
+        self.samples_to_skip = 0
+        self.rng_while_skipping = None
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch on to the data set."""
@@ -111,14 +127,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         mine = slice(self.process_index * self.share, (self.process_index + 1) * self.share)
         head: list[Any] = []
         samples = iter(self.dataset)
-        skip, self.samples_to_skip = self.samples_to_skip, 0
-        for _ in progress(range(skip), "Reading on to the position of the resumed run", unit="samples"):
-            sample = next(samples, None)
-            if len(head) < self.round_size:
-                head.append(sample)
+        if self.samples_to_skip:
+            head = self._read_on(samples)
         while True:
             if self.keeps_states:
-                self.states.append(self.dataset.state_dict())
+                self.states.append(copy.deepcopy(self.dataset.state_dict()))
             gathered = list(islice(samples, self.round_size))
             if not gathered:
                 return
@@ -133,3 +146,19 @@ class IterableDatasetShard(IterableDataset[Any]):
             for sample in last[mine]:
                 yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
             return
+
+    def _read_on(self, samples: Iterator[Any]) -> list[Any]:
+        """Read the samples before the position; return the first round of them, which fills up the last one."""
+        skip, self.samples_to_skip = self.samples_to_skip, 0
+        rng, self.rng_while_skipping = self.rng_while_skipping, None
+        head: list[Any] = []
+        before = torch.get_rng_state()
+        if rng is not None:
+            torch.set_rng_state(rng)
+        for _ in progress(range(skip), "Reading on to the position of the resumed run", unit="samples"):
+            sample = next(samples, None)
+            if len(head) < self.round_size:
+                head.append(sample)
+        if rng is not None:
+            torch.set_rng_state(before)
+        return head

@@ -72,6 +72,16 @@ def shared_seed() -> int:
     return seed
 
 
+def initial_seed_of_rank_zero() -> int:
+    """Return the seed that rank 0's generator was last given, on every process."""
+    runtime = Runtime.current()
+    seed = torch.random.initial_seed()
+    if runtime.num_processes == 1:
+        return seed
+    as_signed = seed - 2**64 if seed >= 2**63 else seed  # seeds are unsigned, tensors are not
+    return int(_from_rank_zero(torch.tensor(as_signed), runtime).item()) % 2**64
+
+
 def _from_rank_zero(state: torch.Tensor, runtime: Runtime) -> torch.Tensor:
     """Broadcast a small CPU tensor by way of the device, which every process group can reach."""
     received: torch.Tensor = broadcast(state.to(runtime.device))
