@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .runtime.runtime import Runtime
@@ -30,6 +29,8 @@ def save(
     partial = f"{path}.partial-{os.getpid()}"
     try:
         if safe_serialization:
+            from safetensors.torch import save_file  # on first use: importing the library stays quick
+
             save_file(clean_state_dict_for_safetensors(obj), partial, metadata={"format": "pt"})
         else:
             torch.save(obj, partial)

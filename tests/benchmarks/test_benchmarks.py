@@ -29,7 +29,12 @@ def keep_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("subject", "bound"),
-    [("step", GENEROUS), ("ddp", GENEROUS_FOR_TWO_PROCESSES), ("gather", GENEROUS_FOR_TWO_PROCESSES)],
+    [
+        ("step", GENEROUS),
+        ("ddp", GENEROUS_FOR_TWO_PROCESSES),
+        ("gather", GENEROUS_FOR_TWO_PROCESSES),
+        ("loader", GENEROUS_FOR_TWO_PROCESSES),
+    ],
 )
 def test_a_subject_costs_little_and_prints_its_table(
     subject: str, bound: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -54,14 +59,14 @@ def test_a_subject_costs_little_and_prints_its_table(
     assert {len(line) for line in printed[: 2 + len(rows)]} == {len(printed[1])}
     for row, line in zip(rows, printed[2:], strict=False):
         assert line.startswith(row["what"])
-        assert row["ratio"] <= bound, line
+        assert row["target"] is None or row["ratio"] <= bound, line
 
 
 def test_importing_brings_only_what_the_library_depends_on() -> None:
     [row] = imports.run(rounds=1)
     assert row.ratio <= GENEROUS
     _, _, packages = row.notes[0].partition(": ")
-    assert set(packages.split(", ")) <= {"accelerate", "numpy", "safetensors"}
+    assert set(packages.split(", ")) <= {"accelerate", "numpy"}
 
 
 def test_another_interpreter_measures_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
