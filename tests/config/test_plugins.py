@@ -222,3 +222,9 @@ def test_logs_go_to_the_project_directory_unless_they_have_their_own() -> None:
     configuration = ProjectConfiguration()
     configuration.set_directories("later")
     assert (configuration.project_dir, configuration.logging_dir) == ("later", "later")
+
+
+def test_a_wrapper_without_a_hook_is_warned_about() -> None:
+    handler = DistributedDataParallelKwargs(comm_wrapper="fp16")
+    with pytest.warns(UserWarning, match="comm_wrapper=fp16 has no effect without a comm_hook"):
+        handler.register_comm_hook(torch.nn.Linear(1, 1))

@@ -10,7 +10,7 @@ import pytest
 
 from accelerate.config.enums import PrecisionType
 from accelerate.config.plugins import GradientAccumulationPlugin
-from accelerate.config.settings import TrainingSettings
+from accelerate.config.settings import TrainingSettings, refuse_requested_engine
 from accelerate.errors import UnsupportedSettingError
 
 
@@ -139,3 +139,13 @@ print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
+
+
+def test_a_compile_backend_in_the_environment_is_warned_about_until_it_has_an_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    with pytest.warns(UserWarning, match="ACCELERATE_DYNAMO_BACKEND=inductor has no effect"):
+        refuse_requested_engine()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    refuse_requested_engine()

@@ -381,3 +381,9 @@ def test_a_loader_can_be_given_another_sampler() -> None:
     loader.set_sampler(torch.utils.data.SubsetRandomSampler([1]))
     assert batches_of(loader) == [[1]]
     assert isinstance(loader.batch_sampler, BatchSampler)
+
+
+def test_a_position_of_batches_out_of_order_is_warned_about() -> None:
+    loader = prepare_data_loader(DataLoader(range(4), batch_size=2, in_order=False))
+    with pytest.warns(UserWarning, match="in_order=False"):
+        loader.state_dict()

@@ -65,6 +65,10 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     return {variable_of(name): str(value) for name, value in settings.items() if value is not None}
 
 
+# A setting that changes speed, not results: it is warned about until it has an effect.
+COMPILE_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
+
+
 def requested_engine() -> tuple[str, str] | None:
     """Return (engine, variable) if the environment asks for an engine other than plain data parallelism."""
     for engine, variable in ENGINE_VARIABLES.items():

@@ -7,6 +7,7 @@ Importing this module does not import torch: the two methods that hand their val
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -94,6 +95,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Install the chosen gradient compression on a DDP model."""
         if self.comm_hook == DDPCommunicationHookType.NO:
+            if self.comm_wrapper != DDPCommunicationHookType.NO:
+                warnings.warn(
+                    f"comm_wrapper={self.comm_wrapper} has no effect without a comm_hook: gradients travel as they "
+                    f"are. For compression alone pass comm_hook={self.comm_wrapper}.",
+                    stacklevel=2,
+                )
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedSettingError
 from .enums import PrecisionType
-from .environment import read_setting, requested_engine, variable_of
+from .environment import COMPILE_VARIABLE, read, read_setting, requested_engine, variable_of
 from .plugins import GradientAccumulationPlugin
 
 NOT_YET = "this version of the library does not have it yet."
@@ -98,6 +99,9 @@ def check_precision(name: str, origin: str) -> None:
 
 def refuse_requested_engine() -> None:
     """Raise if the environment asks for an engine that has not landed, instead of quietly running DDP."""
+    backend = read(COMPILE_VARIABLE)
+    if backend is not None and backend.lower() != "no":
+        warnings.warn(f"{COMPILE_VARIABLE}={backend} has no effect: {NOT_YET} Models run uncompiled.", stacklevel=4)
     requested = requested_engine()
     if requested is not None:
         engine, variable = requested

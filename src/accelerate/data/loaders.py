@@ -167,6 +167,12 @@ class PreparedLoader(DataLoader[Any]):
         """Return the position: plain data, global, the same on every rank."""
         if self._resume is not None:
             return self._resume.to_dict()
+        if not getattr(self, "in_order", True):
+            warnings.warn(
+                "A loader with in_order=False hands out batches in the order its workers finish, so the number of "
+                "batches does not say which they were: this position may repeat some and leave out others.",
+                stacklevel=2,
+            )
         if not self._is_in_epoch:
             position = Position(epoch=self.iteration, batches=self.skip_batches, order=self.keeper.key_of_next_epoch())
         elif self.end_of_dataloader:
