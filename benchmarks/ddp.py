@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from .interleave import Comparison, compare, timed
 from .processes import run_on_two
-from .task import ACCUMULATION, BATCH_SIZE, accelerator, data, loss_of, model
+from .task import ACCUMULATION, BATCH_SIZE, bare_steps, data, loss_of, model, our_steps, our_windows
 
 
 def run(rounds: int) -> list[Comparison]:
@@ -40,36 +41,23 @@ def on_every_rank(rounds: int) -> list[Comparison]:
 
 
 def bare_step() -> Iterator[None]:
-    samples, net = data(), DistributedDataParallel(model())
-    batches = DataLoader(samples, batch_size=BATCH_SIZE, sampler=DistributedSampler(samples, shuffle=False))
-    optimizer = AdamW(net.parameters())
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+    net = DistributedDataParallel(model())
+    return bare_steps(net, AdamW(net.parameters()), my_share())
 
 
 def our_step() -> Iterator[None]:
-    accelerate, net = accelerator(), model()
-    net, optimizer, batches = accelerate.prepare(
-        net, AdamW(net.parameters()), DataLoader(data(), batch_size=BATCH_SIZE)
-    )
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+    net = model()
+    return our_steps(net, AdamW(net.parameters()), DataLoader(data(), batch_size=BATCH_SIZE))
+
+
+def my_share() -> DataLoader[Any]:
+    samples = data()
+    return DataLoader(samples, batch_size=BATCH_SIZE, sampler=DistributedSampler(samples, shuffle=False))
 
 
 def bare_window() -> Iterator[None]:
     """Yield after every window."""
-    samples, net = data(), DistributedDataParallel(model())
-    batches = DataLoader(samples, batch_size=BATCH_SIZE, sampler=DistributedSampler(samples, shuffle=False))
+    net, batches = DistributedDataParallel(model()), my_share()
     optimizer = AdamW(net.parameters())
     while True:
         for index, (inputs, labels) in enumerate(batches, start=1):
@@ -85,16 +73,5 @@ def bare_window() -> Iterator[None]:
 
 def our_window() -> Iterator[None]:
     """Yield after every window."""
-    accelerate, net = accelerator(gradient_accumulation_steps=ACCUMULATION), model()
-    net, optimizer, batches = accelerate.prepare(
-        net, AdamW(net.parameters()), DataLoader(data(), batch_size=BATCH_SIZE)
-    )
-    while True:
-        for inputs, labels in batches:
-            with accelerate.accumulate(net):
-                loss = loss_of(net(inputs), labels)
-                accelerate.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerate.sync_gradients:
-                yield
+    net = model()
+    return our_windows(net, AdamW(net.parameters()), DataLoader(data(), batch_size=BATCH_SIZE))

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from .interleave import Comparison, compare, timed
-from .task import ACCUMULATION, BATCH_SIZE, accelerator, data, loss_of, model
+from .task import ACCUMULATION, BATCH_SIZE, bare_steps, data, loss_of, model, our_steps, our_windows
 
 Loop = Callable[[], Iterator[None]]
 """Start a training loop that yields after every step."""
@@ -41,15 +41,8 @@ def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def bare_step(make_optimizer: MakeOptimizer) -> Iterator[None]:
-    net, batches = model(), loader()
-    optimizer = make_optimizer(net.parameters(), lr=1e-3)
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+    net = model()
+    return bare_steps(net, make_optimizer(net.parameters(), lr=1e-3), loader())
 
 
 def bare_bf16_step() -> Iterator[None]:
@@ -80,16 +73,9 @@ def bare_fp16_step() -> Iterator[None]:
 
 
 def our_step(make_optimizer: MakeOptimizer, mixed_precision: str = "no") -> Iterator[None]:
-    accelerate = accelerator(mixed_precision=mixed_precision)
     net = model()
-    net, optimizer, batches = accelerate.prepare(net, make_optimizer(net.parameters(), lr=1e-3), loader())
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+    optimizer = make_optimizer(net.parameters(), lr=1e-3)
+    return our_steps(net, optimizer, loader(), mixed_precision=mixed_precision)
 
 
 def bare_window() -> Iterator[None]:
@@ -108,15 +94,5 @@ def bare_window() -> Iterator[None]:
 
 def our_window() -> Iterator[None]:
     """Yield after every window."""
-    accelerate = accelerator(gradient_accumulation_steps=ACCUMULATION)
     net = model()
-    net, optimizer, batches = accelerate.prepare(net, SGD(net.parameters(), lr=1e-3), loader())
-    while True:
-        for inputs, labels in batches:
-            with accelerate.accumulate(net):
-                loss = loss_of(net(inputs), labels)
-                accelerate.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerate.sync_gradients:
-                yield
+    return our_windows(net, SGD(net.parameters(), lr=1e-3), loader())

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from .enums import DDPCommunicationHookType
 
@@ -32,9 +32,6 @@ class KwargsHandler:
         """Return only the values that differ from their defaults."""
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
-
-
-HandlerType = TypeVar("HandlerType", bound=KwargsHandler)
 
 
 @dataclass

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..runtime.device import CPU
 from ..runtime.nested import (
     TensorInformation,
     concatenate,
@@ -21,7 +20,6 @@ from ..runtime.nested import (
     leaves,
     map_children,
     recursively_apply,
-    send_to_device,
     slice_tensors,
 )
 from ..runtime.runtime import Runtime
@@ -106,7 +104,6 @@ class DataLoaderDispatcher(PreparedLoader):
             return -1
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
-        target = self.device or CPU
         place = self._placement()
         sent = self._sent_rounds(resume) if self._runtime.is_main_process else self._received_rounds()
         for part, is_last, num_real in sent:
@@ -115,7 +112,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 self._mark_last(self.partial_round)
             self.cursor.batches += self.batches_per_round
             self.gradient_state._bring_forward(self)
-            yield part if place is None else send_to_device(part, target, non_blocking=self._non_blocking)
+            yield part if place is None else place(part)
 
     # --- the process that reads -----------------------------------------------------------------------------------
 

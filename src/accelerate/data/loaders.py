@@ -266,7 +266,7 @@ class PreparedLoader(DataLoader[Any]):
         share = self.total_batch_size // self.num_processes
         if num_real == share * self.num_processes:
             return None
-        counts = [min(max(num_real - rank * share, 0), share) for rank in range(self.num_processes)]
+        counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
         rows = share if rank is None else counts[rank]
         return PartialRound(counts=counts, full=share, rows=rows, uneven=rank is not None)
 

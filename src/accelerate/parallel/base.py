@@ -20,8 +20,6 @@ from ..runtime.runtime import Runtime
 class Capabilities:
     """What the façade may ask a strategy for, instead of asking which one it is."""
 
-    joint_prepare: bool = False
-    """Model and optimizer must arrive in one `prepare` call."""
     defers_sync: bool = False
     """Gradients can be accumulated without being reduced (`no_sync`)."""
 

@@ -77,10 +77,6 @@ class AmpPrecision(FullPrecision):
         model._original_forward = model.forward  # type: ignore[assignment]
         model.forward = AutocastForward(model.forward, self._autocast_of(self.autocast_handler))
 
-    def unwrap_forward(self, model: nn.Module) -> None:
-        """Put the model's own forward back."""
-        remove_forward_wrapper(model)
-
     def _autocast_of(self, handler: AutocastKwargs) -> Callable[[], torch.autocast]:
         return partial(torch.autocast, self.device_type, dtype=self.dtype, **handler.to_dict())
 

@@ -22,9 +22,6 @@ class FullPrecision:
     def wrap_forward(self, model: nn.Module) -> None:
         """Make the model's forward pass compute in this format, in place."""
 
-    def unwrap_forward(self, model: nn.Module) -> None:
-        """Undo `wrap_forward`."""
-
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return a context in which operations compute in this format."""
         return nullcontext()
