@@ -1,4 +1,4 @@
-"""Start a script as its user would: with python, or with torchrun on several processes of this host."""
+"""Start a script as its user would: with python, torchrun or `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,58 @@ def run_script(script: Path, *arguments: object, world_size: int, directory: Pat
     if process.returncode != 0:
         pytest.fail(f"{script.name} ended with {process.returncode}.\n{printed}\n{complaints[-4000:]}")
     return printed
+
+
+COMMAND = Path(sys.executable).with_name("accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What a command left behind."""
+
+    code: int
+    printed: str
+    complaints: str
+    seconds: float
+
+    @property
+    def panel(self) -> str:
+        """The verdict, which must be the last thing printed."""
+        _, rule, panel = self.complaints.partition("── the run failed")
+        assert rule, f"no verdict was printed (exit code {self.code}):\n{self.complaints[-4000:]}"
+        assert panel.rstrip().endswith("─"), f"something was printed after the verdict:\n{panel}"
+        return panel
+
+
+def environment(directory: Path, **variables: str) -> dict[str, str]:
+    """Return the tests' environment, with a configuration folder of its own."""
+    return os.environ | _ENVIRONMENT | {"HF_HOME": str(directory / "hf_home")} | variables
+
+
+def start_accelerate(*words: object, directory: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start the `accelerate` command and return its process."""
+    return subprocess.Popen(
+        [str(COMMAND), *map(str, words)],
+        cwd=directory,
+        env=environment(directory, **variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_accelerate(*words: object, directory: Path, time_limit: float = 100.0, **variables: str) -> Launched:
+    """Run the `accelerate` command until it ends, however it ends."""
+    started = time.monotonic()
+    process = start_accelerate(*words, directory=directory, **variables)
+    try:
+        printed, complaints = process.communicate(timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, complaints = process.communicate()
+        pytest.fail(
+            f"accelerate {' '.join(map(str, words))} did not end within {time_limit:.0f} s.\n{complaints[-4000:]}"
+        )
+    return Launched(code=process.returncode, printed=printed, complaints=complaints, seconds=time.monotonic() - started)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .accumulation import AccumulationWindow
 from .config.enums import DistributedType, RNGType
+from .config.origins import NOT_YET
 from .config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -26,7 +27,7 @@ from .config.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from .config.settings import NOT_YET, TrainingSettings
+from .config.settings import TrainingSettings
 from .data.loaders import PreparedLoader
 from .data.preparing import prepare_data_loader, skip_first_batches
 from .data.shard import DataLoaderShard

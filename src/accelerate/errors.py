@@ -28,3 +28,7 @@ class DistributedOperationException(RuntimeError):
     def __init__(self, message: str, per_rank: Sequence[object] = ()) -> None:
         self.per_rank = list(per_rank)
         super().__init__(message)
+
+
+class LaunchError(RuntimeError):
+    """Report a launch that cannot begin, before anything was started."""

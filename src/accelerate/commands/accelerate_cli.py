@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from .. import __version__
-from . import env
+from .parser import Parser
+
+# Only the verb that is typed is loaded.
+_VERBS = {
+    "config": "answer questions, and write the answers to a file",
+    "env": "print versions, devices and settings, for bug reports",
+    "launch": "start a script on one process or many",
+    "test": "test this machine: processes, collectives, data and training",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb."""
-    parser = argparse.ArgumentParser(
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser(
         prog="accelerate",
         description="Take a PyTorch training loop from one process to many.",
-        epilog="Start several processes with torchrun: torchrun --nproc_per_node 2 train.py",
+        epilog="Start here: accelerate launch --cpu --num_processes 2 train.py",
     )
     parser.add_argument("--version", action="version", version=f"accelerate {__version__}")
-    verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB")
-    env.add_parser(verbs)
-    parsed = parser.parse_args(arguments)
+    verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", parser_class=Parser)
+    typed = next((word for word in words if not word.startswith("-")), None)
+    for verb, text in _VERBS.items():
+        if verb == typed:
+            import_module(f".{verb}", __package__).add_parser(verbs)
+        else:
+            verbs.add_parser(verb, help=text)
+    parsed = parser.parse_args(words)
     if parsed.verb is None:
         parser.print_help()
         raise SystemExit(2)

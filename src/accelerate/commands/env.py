@@ -5,16 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 from typing import Any
 
 from .. import __version__
 from ..config.environment import SETTING_VARIABLES, read
+from ..config.files import default_config_path, find_config
+from ..config.options import spellings
+from .parser import Parser
+
+
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the verb, alone or as one of the command's verbs."""
+    text = "print versions, devices and settings, for bug reports"
+    parser: argparse.ArgumentParser = (
+        Parser("accelerate env", description=text) if subparsers is None else subparsers.add_parser("env", help=text)
+    )
+    parser.add_argument(*spellings("config_file"), help="show this file instead of the default one", metavar="FILE")
+    parser.set_defaults(run=env_command)
+    return parser
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command."""
-    parser = verbs.add_parser("env", help="print versions, devices and settings, for bug reports")
-    parser.set_defaults(run=env_command)
+    env_command_parser(verbs)
 
 
 def env_command(args: argparse.Namespace) -> None:
@@ -29,7 +43,7 @@ def env_command(args: argparse.Namespace) -> None:
     devices = f"{torch.accelerator.device_count()} x {kind}" if kind is not None else "none"
     facts = {
         "accelerate": f"{__version__} (independent 2.x implementation)",
-        "Python": platform.python_version(),
+        "Python": f"{platform.python_version()} ({sys.executable})",
         "PyTorch": torch.__version__,
         "NumPy": numpy.__version__,
         "Platform": platform.platform(),
@@ -38,5 +52,13 @@ def env_command(args: argparse.Namespace) -> None:
         "Process": ProcessInfo.from_environment(),
     }
     facts |= {name: value for name, _ in SETTING_VARIABLES.values() if (value := read(name)) is not None}
+    config = find_config(getattr(args, "config_file", None))
+    facts["Configuration file"] = config.path if config is not None else f"none ({default_config_path()})"
+    facts |= {f"  {key}": value for key, value in (config.contents.items() if config is not None else ())}
     width = max(map(len, facts))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+
+
+def main() -> None:
+    """Run the verb alone."""
+    env_command(env_command_parser().parse_args())

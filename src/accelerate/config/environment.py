@@ -23,6 +23,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 # Setting -> the published variable that carries it into a child process, and the type it is read as.
 SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "cpu": ("ACCELERATE_USE_CPU", bool),
+    "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
     "debug": ("ACCELERATE_DEBUG_MODE", bool),
     "device": ("ACCELERATE_TORCH_DEVICE", str),
     "fork_launched": ("FORK_LAUNCHED", bool),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +11,8 @@ from typing import Any
 from ..errors import UnsupportedSettingError
 from .enums import PrecisionType
 from .environment import COMPILE_VARIABLE, read, read_setting, requested_engine, variable_of
+from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
 from .plugins import GradientAccumulationPlugin
-
-NOT_YET = "this version of the library does not have it yet."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """A value and where it came from."""
-
-    value: Any
-    origin: str
 
 
 def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
@@ -29,7 +21,9 @@ def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
         return Resolved(value=in_code, origin="code")
     from_environment = read_setting(setting)
     if from_environment is not None:
-        return Resolved(value=from_environment, origin=f"environment variable {variable_of(setting)}")
+        handed_over = json.loads(read(ORIGINS_VARIABLE) or "{}").get(setting)
+        origin = f"accelerate launch, {handed_over}" if handed_over else f"environment variable {variable_of(setting)}"
+        return Resolved(value=from_environment, origin=origin)
     return Resolved(value=default, origin="default")
 
 

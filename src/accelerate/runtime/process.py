@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ class ProcessInfo:
         if self.world_size == 1 or self.launcher in (None, "torchrun"):
             return None
         host = environment.read("MASTER_ADDR") or _first_host(self)
-        port = environment.read("MASTER_PORT") or _port_of_this_job(self)
+        port = environment.read("MASTER_PORT") or port_of_this_job(self)
         return f"tcp://{host}:{port}"
 
 
@@ -99,11 +98,13 @@ def first_slurm_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 
-def _port_of_this_job(process: ProcessInfo) -> int:
+def port_of_this_job(process: ProcessInfo) -> int:
     """Pick a port that all processes of the job agree on and that other jobs rarely share."""
     for variable in environment.JOB_NUMBERS:
         job = environment.read(variable)
         if job:
+            import hashlib
+
             if process.launcher == "Slurm":  # two steps of one job may run at once
                 job += f".{environment.read(environment.SLURM_STEP_ID)}"
             return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 20000

@@ -14,6 +14,7 @@ from ..config.environment import read, read_setting
 from ..config.plugins import InitProcessGroupKwargs
 from ..errors import RuntimeConflictError
 from . import device as devices
+from .affinity import set_numa_affinity
 from .process import ProcessInfo
 
 
@@ -34,6 +35,8 @@ class Runtime:
         self.backend: str | None = None
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
         self.process = _process_info()
+        if read_setting("cpu_affinity"):
+            set_numa_affinity(self.process.local_rank, self.debug, local_processes=self.process.local_world_size)
         self.init_handler = init_handler or InitProcessGroupKwargs()
         self.device = devices.device_for(
             local_rank=self.process.local_rank,

@@ -1,5 +1,6 @@
 """Published path of what fits nowhere else."""
 
+from ..commands.config.default import write_basic_config
 from ..parallel.unwrapping import extract_model_from_parallel, is_compiled_module
 from ..runtime.runtime import Runtime
 from ..saving import clean_state_dict_for_safetensors, save
@@ -16,4 +17,5 @@ __all__ = [
     "is_compiled_module",
     "save",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -66,7 +66,7 @@ def test_env_tells_what_a_bug_report_needs() -> None:
     facts = dict(line.split("  ", 1) for line in told.stdout.splitlines())
     facts = {name.strip(): value.strip() for name, value in facts.items()}
     assert facts["accelerate"].startswith(accelerate.__version__)
-    assert facts["Python"] == platform.python_version()
+    assert facts["Python"].startswith(f"{platform.python_version()} (")
     assert facts["PyTorch"] == torch.__version__
     assert facts["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert "rank=1, world_size=2" in facts["Process"]

@@ -1,0 +1,91 @@
+"""`accelerate config`: answer questions, and have the answers written to a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...config.files import default_config_path, read_config, write_config
+from ...config.options import spellings
+from ..parser import Parser, typed
+from .building import FLAGS, launch_by_file, launch_by_flags, objections_to
+from .config_args import ClusterConfig
+from .default import add_writing_flags, write_by_flags
+from .telling import complain, errors_are_told
+
+_DESCRIPTION = (
+    "Answer questions, and have the answers written to the file that `accelerate launch` reads. With flags nothing is "
+    "asked: what they say is written."
+)
+INTERRUPTED = 130
+"""As a shell reports a program that was ended by Ctrl-C."""
+
+
+def get_user_input() -> ClusterConfig:
+    """Ask how a script should run, and return the answers."""
+    from .cluster import get_cluster_input
+
+    return get_cluster_input()
+
+
+def config_command(args: argparse.Namespace) -> None:
+    """Run `accelerate config`: by flags where there are any, else by questions."""
+    if typed(args, FLAGS):
+        write_by_flags(args, args.config_file)
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        complain(
+            "there is no terminal to ask questions on. Write a file with `accelerate config default`, with flags for "
+            "what it should say, such as `accelerate config default --cpu --num_processes 2`."
+        )
+        raise SystemExit(2)
+    path = Path(args.config_file or default_config_path()).expanduser()
+    with errors_are_told():
+        try:
+            _ask_and_write(path, overwrite=getattr(args, "overwrite", False))
+        except (KeyboardInterrupt, EOFError) as interrupt:
+            print("Interrupted: nothing was written.")
+            raise SystemExit(INTERRUPTED) from interrupt
+
+
+def _ask_and_write(path: Path, *, overwrite: bool) -> None:
+    from .asking import confirm
+
+    if path.exists() and not overwrite and not confirm(f"{path} is there already. Replace it?"):
+        print("Nothing was written.")
+        return
+    file = read_config(write_config(path, get_user_input().to_dict()))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    print(f"\nWrote {path}:\n")
+    print("\n".join(f"    {line}" for line in lines))
+    print(f"\nLaunch by it:\n\n    {launch_by_file(file)}\n\nor, without a file:\n\n    {launch_by_flags(file)}\n")
+    for objection in objections_to(file):
+        complain(objection)
+
+
+def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the verb, alone or as one of the command's verbs."""
+    if subparsers is None:
+        parser: argparse.ArgumentParser = Parser("accelerate config", description=_DESCRIPTION)
+    else:
+        parser = subparsers.add_parser(
+            "config", help="answer questions, and write the answers to a file", description=_DESCRIPTION
+        )
+    parser.add_argument(
+        *spellings("config_file"), metavar="FILE", help="where to write; by default the file that every launch reads"
+    )
+    add_writing_flags(parser)
+    parser.usage = "accelerate config [default | update] [--config_file FILE] [what the file should say]"
+    parser.set_defaults(run=config_command)
+    return parser
+
+
+def main() -> None:
+    """Run `accelerate config` alone, without its subcommands."""
+    config_command(config_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

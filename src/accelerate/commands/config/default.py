@@ -1,0 +1,85 @@
+"""`accelerate config default`: write a file without asking anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ...config.files import default_config_path, read_config, write_config
+from ...config.options import BY_NAME, spellings
+from ..parser import add_options, typed
+from .building import FLAGS, config_from_options, launch_by_file, objections_to
+from .config_args import default_json_config_file
+from .telling import complain, errors_are_told
+
+_DESCRIPTION = "Write a configuration file without asking: from what this machine has, and from the flags given here."
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path = default_json_config_file
+) -> Path | Literal[False]:
+    """Write a file from what this machine has; leave one that is already there, and return False."""
+    mixed_precision = mixed_precision.lower()
+    choices = BY_NAME["mixed_precision"].choices or ()
+    if mixed_precision not in choices:
+        raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(choices)}.")
+    return _write_unless_there({"mixed_precision": mixed_precision}, Path(save_location), overwrite=False) or False
+
+
+def _write_unless_there(flags: Mapping[str, Any], path: Path, *, overwrite: bool) -> Path | None:
+    path = path.expanduser()
+    if path.exists() and not overwrite:
+        print(
+            f"{path} is there already and was left as it is. Name another file, or replace it with "
+            "`accelerate config default --overwrite`."
+        )
+        return None
+    return write_config(path, config_from_options(flags).to_dict())
+
+
+def write_by_flags(args: argparse.Namespace, path: str | Path | None) -> None:
+    """Write a file from the flags of a command line, and say so."""
+    flags = typed(args, FLAGS)
+    with errors_are_told():
+        written = _write_unless_there(
+            flags, Path(path or default_config_path()), overwrite=getattr(args, "overwrite", False)
+        )
+        if written is None:
+            if set(flags) - {"mixed_precision"}:  # something was asked for and not done; as published, else no failure
+                raise SystemExit(1)
+            return
+        file = read_config(written)
+        print(f"Wrote {written}. Launch by it: {launch_by_file(file)}")
+        for objection in objections_to(file):
+            complain(objection)
+
+
+def default_config_command(args: argparse.Namespace) -> None:
+    """Run `accelerate config default`."""
+    write_by_flags(args, args.save_location)
+
+
+def add_writing_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--overwrite` and a flag for everything that a file can say."""
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is already there")
+    parser.epilog = "The flags of engines, which `accelerate launch --help` lists, are taken too."
+    add_options(parser, FLAGS)
+
+
+def default_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentParser:
+    """Add `default` to the subcommands in `parser`."""
+    default: argparse.ArgumentParser = parser.add_parser(
+        "default", parents=parents, help="write a file without asking", description=_DESCRIPTION
+    )
+    default.add_argument(
+        *spellings("config_file"),
+        dest="save_location",
+        metavar="FILE",
+        help="where to write; by default the default file",
+    )
+    add_writing_flags(default)
+    default.usage = "accelerate config default [--config_file FILE] [--overwrite] [what the file should say]"
+    default.set_defaults(run=default_config_command)
+    return default

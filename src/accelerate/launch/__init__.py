@@ -1,0 +1,1 @@
+"""Settings become running processes. Every module but `elastic` imports without torch."""

@@ -1,0 +1,45 @@
+"""How many accelerators and cores this machine has, asked without torch where that is possible."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# A driver leaves one of these behind; without any there is nothing to ask torch about, which would take seconds.
+_TRACES_OF_A_DRIVER = (
+    *("/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/cambricon_dev0"),
+    *("/dev/neuron0", "/dev/accel/accel0", "/dev/accel0", "/dev/hl0", "/dev/mtgpu.0"),
+)
+
+
+def count_accelerators() -> int:
+    """Return the number of accelerators that torch can use here."""
+    if sys.platform == "linux" and not any(Path(trace).exists() for trace in _TRACES_OF_A_DRIVER):
+        return 0
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def count_cores() -> int:
+    """Return the cores this process may use: its affinity, cut by the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, int(_container_quota() or allowed)))
+
+
+def _container_quota() -> float | None:
+    for quota_file, period_file in (
+        ("/sys/fs/cgroup/cpu.max", None),
+        ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    ):
+        try:
+            words = Path(quota_file).read_text().split()
+            if period_file is not None:
+                words += Path(period_file).read_text().split()
+            quota, period = float(words[0]), float(words[1])
+        except (OSError, ValueError, IndexError):  # no such file, or "max": no quota
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None

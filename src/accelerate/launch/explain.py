@@ -1,0 +1,95 @@
+"""`--explain`: every effective value with its origin, and the plan of processes and batches."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ..config.environment import read
+from ..config.files import ConfigFile, default_config_path
+from ..config.launch_settings import DEFAULT, LaunchSettings
+from ..config.options import OPTIONS
+from ..config.origins import ORIGINS_VARIABLE
+from ..errors import UnsupportedSettingError
+from .plan import Plan, command_of
+
+_WAYS = {
+    "exec": "the script replaces this process",
+    "elastic": "torchelastic starts and watches the processes",
+    "srun": "srun starts this launch once on every machine",
+    "mpirun": "mpirun starts the processes",
+}
+
+
+def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, remarks: Sequence[str]) -> str:
+    """Say what a launch would do and why."""
+    sections = [
+        _table("settings", _effective(settings, plan)),
+        _table("plan", _plan_rows(settings, plan, config)),
+        _table("handed to every process", _variables(plan)),
+    ]
+    engines = [f"  every other option ({len(OPTIONS)} in all, accelerate launch --help) has its default"]
+    sections.insert(1, "\n".join(engines))
+    said = [f"  - {remark}" for remark in remarks]
+    try:
+        settings.refuse_missing_engines(config)
+    except UnsupportedSettingError as refusal:
+        said.append(f"  - this launch would be refused: {refusal}")
+    if said:
+        sections.append("\n".join(["remarks", *said]))
+    return "\n\n".join(sections)
+
+
+def _effective(settings: LaunchSettings, plan: Plan) -> list[tuple[str, str, str]]:
+    decided = {
+        "num_processes": plan.num_processes,
+        "num_machines": plan.num_machines,
+        "machine_rank": plan.machine_rank,
+        "main_process_ip": plan.address,
+        "main_process_port": plan.port,
+        "num_cpu_threads_per_process": plan.threads,
+        "mixed_precision": settings.mixed_precision,
+        "rdzv_backend": plan.backend,
+    }
+    rows = []
+    for option in OPTIONS:
+        value = decided.get(option.name, settings.resolved[option.name].value)
+        origin = plan.origins.get(option.name) or settings.origin(option.name)
+        if option.engine is None or origin != DEFAULT:
+            rows.append((option.name, "-" if value is None else str(value), origin))
+    return rows
+
+
+def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) -> list[tuple[str, str, str]]:
+    steps = settings.gradient_accumulation_steps or 1
+    source = str(config.path) if config is not None else f"none ({default_config_path()} does not exist)"
+    factor = plan.num_processes * steps
+    return [
+        ("configuration file", source, ""),
+        ("way", _WAYS[plan.way], ""),
+        ("processes", f"{plan.num_machines} machine(s) x {plan.processes_here} = {plan.num_processes}", ""),
+        ("device", plan.device, ""),
+        ("meeting place", f"{plan.address}:{plan.port}" if plan.way == "elastic" else "not needed", ""),
+        ("command", shlex.join(command_of(settings, plan.script, recorded=False)), ""),
+        (
+            "one optimizer step",
+            f"{plan.num_processes} processes x {steps} micro-batches x the loader's batch size = "
+            f"{factor} x batch_size samples",
+            "unless the script sets gradient_accumulation_steps or split_batches",
+        ),
+    ]
+
+
+def _variables(plan: Plan) -> list[tuple[str, str, str]]:
+    return [
+        (name, value, "replaces what the shell has" if read(name) not in (None, value) else "")
+        for name, value in sorted(plan.variables.items())
+        if name != ORIGINS_VARIABLE
+    ]
+
+
+def _table(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    first = max(len(name) for name, _, _ in rows)
+    second = min(40, max(len(value) for _, value, _ in rows))
+    lines = [f"  {name:<{first}}  {value:<{second}}  {origin}".rstrip() for name, value, origin in rows]
+    return "\n".join([title, *lines])

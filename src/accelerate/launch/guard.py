@@ -1,0 +1,60 @@
+"""Outlive the launcher for a moment: when it is gone, however it went, end what is left of its processes.
+
+Started by path in a session of its own, so that neither Ctrl-C nor the launcher's end reaches it. Standard input is
+the link: every line names a process group to look after, and its end means that the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+SECONDS_TO_END = 5.0
+
+
+class Guard:
+    """The launcher's side of the link."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def look_after(self, process_groups: Iterable[int]) -> None:
+        """Name process groups that must not outlive the launcher."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("".join(f"{group}\n" for group in process_groups).encode())
+        self._process.stdin.flush()
+
+
+def end_groups(groups: set[int]) -> None:
+    """End process groups: SIGTERM first, SIGKILL for what is still there after some seconds."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    _signal(groups, signal.SIGTERM)
+    while groups and time.monotonic() < deadline:
+        time.sleep(0.05)
+        groups = {group for group in groups if _signal({group}, 0)}
+    _signal(groups, signal.SIGKILL)
+
+
+def _signal(groups: set[int], number: int) -> bool:
+    reached = False
+    for group in groups:
+        try:
+            os.killpg(group, number)
+            reached = True
+        except (ProcessLookupError, PermissionError):  # it ended, and perhaps its number belongs to someone else
+            pass
+    return reached
+
+
+if __name__ == "__main__":
+    end_groups({int(line) for line in sys.stdin})

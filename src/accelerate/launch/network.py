@@ -1,0 +1,75 @@
+"""The addresses and interfaces of this machine. Asks the kernel and the resolver; sends nothing to other machines."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+_ANYWHERE = "192.0.2.1"
+"""An address that belongs to nobody: the way there is the way out of this machine."""
+
+
+def is_here(address: str) -> bool:
+    """Tell whether a name or an address is one of this machine's own."""
+    if address == socket.gethostname():
+        return True
+    for family, kind, *_, target in _resolve(address):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind((target[0], 0, *target[2:]))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def local_address_towards(address: str) -> str | None:
+    """Return this machine's own address as the other machines see it, when they meet at `address`."""
+    found = _address_on_the_way_to(address)
+    if found is None or not _is_loopback(found) or _is_loopback(address):
+        return found
+    # Many systems give their own name a loopback address, which says nothing about how others come here.
+    return _address_on_the_way_to(_ANYWHERE) or next((own for own, _ in _own_addresses()), found)
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the network interface on which the other machines are reached, when they meet at `address`."""
+    local = local_address_towards(address)
+    return next((name for own, name in _own_addresses(loopback=True) if own == local), None)
+
+
+def _own_addresses(loopback: bool = False) -> list[tuple[str, str]]:
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        (item.address, name)
+        for name, addresses in psutil.net_if_addrs().items()
+        for item in addresses
+        if item.family in families and (loopback or not _is_loopback(item.address))
+    ]
+
+
+def _address_on_the_way_to(address: str) -> str | None:
+    for family, kind, *_, target in _resolve(address):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _resolve(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
+    try:
+        return socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
+    except OSError:
+        return []
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"

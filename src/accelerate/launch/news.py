@@ -1,0 +1,76 @@
+"""What the machines of a run say to each other about its end, through the store where they met.
+
+Machines whose ranks only lost their peers can so name the rank that failed, and those that have not noticed yet stop.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+SECONDS_TO_HEAR = 3.0
+_FOREVER = timedelta(days=300)
+Store: TypeAlias = Any  # torch's, whose stubs know neither the name nor `clone`
+
+
+class News:
+    """The end of one attempt: who failed, or that all are done. The machine that speaks first is heard by all."""
+
+    def __init__(self, store: Store, attempt: str, num_machines: int) -> None:
+        self._key = f"accelerate/{attempt}/end"
+        self._num_machines = num_machines
+        self._store = store
+        self._arrived = threading.Event()
+        self.culprit: dict[str, Any] | None = None
+        threading.Thread(target=self._listen, args=(store.clone(),), daemon=True).start()
+
+    @staticmethod
+    def can_travel(store: Store) -> bool:
+        """Tell whether this torch gives a thread a connection of its own (2.8 on)."""
+        return hasattr(store, "clone")
+
+    def tell(self, culprit: dict[str, Any] | None) -> None:
+        """Say who failed, or None if nobody did, unless another machine has spoken."""
+        # In a thread, because a store whose machine is gone answers late, and the launcher must hear signals.
+        self._in_a_thread(lambda store: store.compare_set(self._key, "", json.dumps(culprit)))
+
+    def done(self) -> None:
+        """Say that this machine's ranks have ended well; the last machine tells all."""
+        self._in_a_thread(self._count_as_done)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end to be known."""
+        return self._arrived.wait(seconds)
+
+    def linger(self) -> None:
+        """Keep the store until every machine has heard, for a moment at most; for the machine that holds it."""
+        deadline = time.monotonic() + SECONDS_TO_HEAR
+        while self._store.add(f"{self._key}/heard", 0) < self._num_machines and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _listen(self, store: Store) -> None:
+        try:
+            store.wait([self._key], _FOREVER)
+            self.culprit = json.loads(store.get(self._key))
+            store.add(f"{self._key}/heard", 1)
+        except RuntimeError:  # the machine that held the store is gone: nothing more to hear
+            return
+        self._arrived.set()
+
+    def _count_as_done(self, store: Store) -> None:
+        if store.add(f"{self._key}/done", 1) == self._num_machines:
+            store.compare_set(self._key, "", json.dumps(None))
+
+    def _in_a_thread(self, say: Any) -> None:
+        def speak() -> None:
+            try:
+                say(self._store.clone())
+            except RuntimeError:  # as in _listen
+                return
+
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        speaker.join(SECONDS_TO_HEAR)

@@ -1,0 +1,273 @@
+"""Settings and what is found here become a plan: how many processes, where, and what each is handed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..config import environment
+from ..config.launch_settings import LaunchSettings
+from ..config.origins import ORIGINS_VARIABLE
+from .cluster import TASKS_PER_MACHINE, Cluster
+from .devices import count_accelerators, count_cores
+
+PORT_OF_SEVERAL_MACHINES = 29500
+"""The published one: machines that were told nothing else meet there."""
+
+_VISIBLE_DEVICES = (
+    *("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
+    *("MUSA_VISIBLE_DEVICES", "SDAA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "NEURON_RT_VISIBLE_CORES"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one launcher will do."""
+
+    way: str
+    """exec, elastic, srun or mpirun."""
+    script: tuple[str, ...]
+    """The script and its arguments, as typed."""
+    processes_here: int
+    num_machines: int
+    machine_rank: int
+    min_machines: int
+    address: str
+    port: int
+    port_is_free: bool
+    """The port was chosen here, so another one will do as well."""
+    backend: str
+    device: str
+    threads: int | None
+    """Threads per process; None leaves it to torch."""
+    variables: dict[str, str]
+    origins: dict[str, str]
+    """Where the values of this plan came from, where no setting says so."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it starts."""
+    hosts: str | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on all machines together."""
+        return self.processes_here * self.num_machines
+
+    def on_another_port(self) -> Plan:
+        """Return the same plan with another free port."""
+        return replace(self, port=free_port())
+
+
+def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> Plan:
+    """Decide everything that the settings leave open."""
+    origins: dict[str, str] = {}
+    notes: list[str] = []
+    accelerators = 0 if settings.cpu else count_accelerators()
+    is_rank = cluster is not None and cluster.is_rank  # who started the ranks has decided where and how many
+    min_machines, machines = (1, 1) if is_rank else _machines(settings, cluster, origins)
+    here = 1 if is_rank else _processes_here(settings, cluster, machines, accelerators, origins, notes)
+    way = _way(settings, cluster, here, machines)
+    machine_rank = 0 if is_rank or way == "mpirun" else _machine_rank(settings, cluster, machines, origins)
+    address, port, port_is_free = _meeting_place(settings, cluster, machines, origins, way)
+    threads = settings.num_cpu_threads_per_process
+    if threads is None and here > 1 and way == "elastic":
+        threads = max(1, count_cores() // here)
+        origins["num_cpu_threads_per_process"] = f"{count_cores()} cores shared by {here} processes"
+    variables = settings.child_variables()
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if settings.gpu_ids not in (None, "all"):
+        variables |= dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
+    if machines > 1 and (interface := _interface_towards(address)) and not environment.read("GLOO_SOCKET_IFNAME"):
+        variables["GLOO_SOCKET_IFNAME"] = interface
+        origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
+    if cluster is not None and cluster.is_rank:
+        notes += _overruled(settings, cluster)
+    if cluster is not None and cluster.is_head:
+        notes.clear()  # the launchers on the machines know better what is there
+        if cluster.tasks_per_machine:
+            variables[TASKS_PER_MACHINE] = str(cluster.tasks_per_machine)
+    variables[ORIGINS_VARIABLE] = json.dumps(
+        {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
+    )
+    return Plan(
+        way=way,
+        script=tuple(script),
+        processes_here=here,
+        num_machines=machines,
+        machine_rank=machine_rank,
+        min_machines=min_machines,
+        address=address,
+        port=port,
+        port_is_free=port_is_free,
+        backend="c10d" if settings.nnodes is not None else settings.rdzv_backend,
+        device="CPU" if accelerators == 0 else f"{accelerators} accelerators",
+        threads=threads,
+        variables=variables,
+        origins=origins,
+        notes=tuple(notes),
+        hosts=cluster.hosts if cluster is not None else None,
+    )
+
+
+def _overruled(settings: LaunchSettings, cluster: Cluster) -> list[str]:
+    asked = settings.num_processes
+    if asked in (None, cluster.num_processes) or cluster.machine_rank != 0 or not _typed(settings, "num_processes"):
+        return []
+    return [
+        f"num_processes = {asked} ({settings.origin('num_processes')}) has no effect: {cluster.name} has started "
+        f"{cluster.num_processes} processes, with a launch in each."
+    ]
+
+
+def _way(settings: LaunchSettings, cluster: Cluster | None, processes_here: int, machines: int) -> str:
+    if settings.mpirun_hostfile is not None:
+        return "mpirun"
+    if cluster is not None and cluster.is_head:
+        return "srun"
+    if cluster is not None and cluster.is_rank:
+        return "exec"
+    return "exec" if processes_here == 1 and machines == 1 and settings.max_restarts == 0 else "elastic"
+
+
+def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[str, str]) -> tuple[int, int]:
+    if settings.nnodes is not None:
+        low, _, high = settings.nnodes.partition(":")
+        if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
+            raise ValueError(f"--nnodes {settings.nnodes!r} cannot be read: write MIN:MAX, such as 2:3.")
+        origins["num_machines"] = settings.origin("nnodes")
+        return int(low), int(high or low)
+    machines = settings.num_machines
+    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "num_machines"):
+        machines = cluster.num_machines
+        origins["num_machines"] = f"{cluster.name} ({cluster.hosts})"
+    machines = 1 if machines is None else machines
+    if machines < 1:
+        raise ValueError(f"num_machines is {machines} ({settings.origin('num_machines')}): it must be 1 or more.")
+    return machines, machines
+
+
+def _machine_rank(settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str]) -> int:
+    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "machine_rank"):
+        origins["machine_rank"] = cluster.name
+        return cluster.machine_rank
+    rank = settings.machine_rank
+    if rank is None:
+        if machines > 1 and settings.nnodes is None:
+            raise ValueError(
+                f"This launch spans {machines} machines, but nothing says which one this is: "
+                f"give --machine_rank, from 0 (the machine of --main_process_ip) to {machines - 1}."
+            )
+        return 0
+    if not 0 <= rank < machines:
+        raise ValueError(
+            f"machine_rank is {rank} ({settings.origin('machine_rank')}), but there are {machines} machines: "
+            f"use 0 to {machines - 1}, and --num_machines for their number."
+        )
+    return rank
+
+
+def _processes_here(
+    settings: LaunchSettings,
+    cluster: Cluster | None,
+    machines: int,
+    accelerators: int,
+    origins: dict[str, str],
+    notes: list[str],
+) -> int:
+    ids = [] if settings.gpu_ids in (None, "all") else [word for word in str(settings.gpu_ids).split(",") if word]
+    if (settings.multi_gpu or ids) and accelerators == 0:
+        asked = settings.origin("multi_gpu") if settings.multi_gpu else settings.origin("gpu_ids")
+        notes.append(f"no GPU or other accelerator is there ({asked} asks for one): the processes run on the CPU.")
+    total = settings.num_processes
+    if total is not None:
+        if total < 1 or total % machines:
+            raise ValueError(
+                f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
+                f"{machines} machines together: use a multiple of {machines}."
+            )
+        here = total // machines
+        if accelerators and here > accelerators:
+            raise ValueError(
+                f"{here} processes on this machine need {here} accelerators, but there are {accelerators}: use "
+                f"--num_processes {accelerators * machines}, or --cpu."
+            )
+        return here
+    if ids:
+        origins["num_processes"] = f"the {len(ids)} ids of {settings.origin('gpu_ids')}"
+        return len(ids)
+    if accelerators:
+        origins["num_processes"] = "one per accelerator"
+        return accelerators
+    if cluster is not None and cluster.tasks_per_machine:
+        origins["num_processes"] = f"{cluster.name}: tasks per machine"
+        return cluster.tasks_per_machine
+    origins["num_processes"] = "default: one per machine without accelerators"
+    return 1
+
+
+def _meeting_place(
+    settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str], way: str
+) -> tuple[str, int, bool]:
+    address, port = settings.main_process_ip, settings.main_process_port
+    if machines == 1 or way == "mpirun":
+        if port or way != "elastic":
+            return "127.0.0.1", port or 0, False
+        origins["main_process_port"] = "a free port"
+        return "127.0.0.1", free_port(), True
+    if cluster is not None and cluster.address is not None and not _typed(settings, "main_process_ip"):
+        address = cluster.address
+        origins["main_process_ip"] = f"{cluster.name}: first machine"
+        if port is None:
+            port = cluster.port
+            origins["main_process_port"] = f"{cluster.name}: from the job's number"
+    if cluster is not None and cluster.is_head:
+        address = address or "(found by srun)"
+    if address is None:
+        raise ValueError(
+            f"This launch spans {machines} machines, but nothing says where they meet: give --main_process_ip, the "
+            "address of machine 0 as the others see it."
+        )
+    if port is None:
+        port = PORT_OF_SEVERAL_MACHINES
+        origins["main_process_port"] = "default for several machines"
+    return address, port, False
+
+
+def _typed(settings: LaunchSettings, name: str) -> bool:
+    """Tell whether a person chose this value for this launch; a batch system knows better than a file."""
+    return settings.origin(name).startswith(("flag", "environment"))
+
+
+def _visible() -> tuple[str, ...]:
+    """Return the variable by which this kind of accelerator is chosen."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    names = dict(zip(("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron"), _VISIBLE_DEVICES, strict=True))
+    return (names.get(kind.type if kind is not None else "cuda", "CUDA_VISIBLE_DEVICES"),)
+
+
+def _interface_towards(address: str) -> str | None:
+    from .network import interface_towards
+
+    return interface_towards(address)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command_of(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
+    """Return the command of one process; `recorded` ones leave a record of how they ended."""
+    if settings.no_python:
+        return list(script)
+    recorder = [str(Path(__file__).with_name("worker.py"))] if recorded else []
+    return [sys.executable, *recorder, *(["-m"] if settings.module else []), *script]

@@ -1,0 +1,310 @@
+"""Say which rank ended a run, and why: one short panel, the last thing that is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .worker import CRASH_FILE_NAME, is_users
+
+# What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
+_SYMPTOMS_OF_A_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
+    r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
+    r"|nccl communicator was aborted|watchdog caught collective operation timeout|unhandled system error"
+    r"|aborted by.*another|closed the connection|timed out waiting .* (recv|send)|gloo.*timed? ?out",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How one rank of this machine ended."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    """As the operating system says it: negative for a signal."""
+    ended_by_launcher: bool = False
+    """It was still running when the run was already lost."""
+    record: dict[str, Any] | None = None
+    """What `worker.py` wrote about an exception or `sys.exit`."""
+    crash: str = ""
+    """The Python stack that a fatal signal left."""
+    machine: str | None = None
+    """The machine, if it is another one."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not end well."""
+        return self.exit_code != 0
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether its exception is what a healthy rank meets when another one is gone."""
+        return self.record is not None and _SYMPTOMS_OF_A_LOST_PEER.search(self.record["text"]) is not None
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether it only fell with another rank."""
+        return self.ended_by_launcher or self.lost_a_peer
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that ended it."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    @classmethod
+    def read(cls, *, rank: int, local_rank: int, exit_code: int, error_file: str, ended_by_launcher: bool) -> Ending:
+        """Collect what a rank left behind."""
+        record, crash = None, ""
+        with suppress(OSError, ValueError):
+            record = json.loads(Path(error_file).read_text()).get("ending")
+        with suppress(OSError):
+            crash = Path(error_file).with_name(CRASH_FILE_NAME).read_text()
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            exit_code=exit_code,
+            ended_by_launcher=ended_by_launcher,
+            record=record,
+            crash=crash,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Who failed first, why, and who only fell with it."""
+
+    culprit: Ending
+    alike: tuple[int, ...]
+    """Other ranks that failed in the same way by themselves."""
+    other_failures: tuple[Ending, ...]
+    """Ranks that failed by themselves, in another way."""
+    collateral: tuple[Ending, ...]
+    elsewhere: bool
+    """Every failure here is a symptom: the cause is on another machine."""
+    out_of_memory: bool
+    """The kernel killed a process for memory during this run."""
+
+    @property
+    def exit_code(self) -> int:
+        """The culprit's, as a shell says it."""
+        code = self.culprit.exit_code
+        return code if code >= 0 else 128 - code
+
+    @property
+    def headline(self) -> str:
+        """What happened, in one line."""
+        where = f" on {self.culprit.machine}" if self.culprit.machine else ""
+        return f"rank {self.culprit.rank}{where} failed{self._first}: {describe(self.culprit, self.out_of_memory)}"
+
+    @property
+    def _first(self) -> str:
+        return " first" if self.alike or self.other_failures or self.collateral else ""
+
+
+def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
+    """Find the culprit: the earliest of those that failed by themselves."""
+    failed = sorted((ending for ending in endings if ending.failed), key=_time)
+    own = [ending for ending in failed if not ending.is_collateral]
+    elsewhere = not own
+    candidates = own or [ending for ending in failed if not ending.ended_by_launcher] or failed
+    culprit = candidates[0]
+    others = [ending for ending in own if ending is not culprit]
+    alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
+    return Verdict(
+        culprit=culprit,
+        alike=tuple(sorted(ending.rank for ending in alike)),
+        other_failures=tuple(ending for ending in others if ending not in alike),
+        collateral=tuple(ending for ending in failed if ending not in own and ending is not culprit),
+        elsewhere=elsewhere,
+        out_of_memory=out_of_memory and culprit.machine is None,
+    )
+
+
+def _time(ending: Ending) -> float:
+    # A signal leaves no record and no time; those who then lost their peer are told apart by what they met.
+    return ending.record["time"] if ending.record is not None else 0.0
+
+
+def _kind(ending: Ending) -> tuple[object, ...]:
+    if ending.record is None:
+        return (ending.exit_code,)
+    last = ending.record["frames"][-1:] or [{}]
+    return ending.record["type"], last[0].get("file"), last[0].get("line")
+
+
+def describe(ending: Ending, out_of_memory: bool = False) -> str:
+    """Say in one line how a rank ended."""
+    if ending.signal_name is not None:
+        if ending.signal_name == "SIGKILL" and out_of_memory:
+            return "killed by the kernel, which ran out of memory (SIGKILL)"
+        return f"killed by {ending.signal_name}"
+    if ending.record is None:
+        return f"ended with exit code {ending.exit_code}"
+    if ending.record["type"] == "SystemExit":
+        return f"called sys.exit with code {ending.exit_code}"
+    if (inner := _of_a_data_worker(ending.record)) is not None:
+        return f"{inner} in a data worker"
+    return str(ending.record["type"])
+
+
+def _of_a_data_worker(record: dict[str, Any]) -> str | None:
+    found = re.search(r"Caught (\w+) in DataLoader worker process", record["text"])
+    return found[1] if found else None
+
+
+def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str | None, attempts: int = 1) -> str:
+    """Draw the verdict, between two rules and without a box, so that it can be copied and searched."""
+    width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
+    culprit = verdict.culprit
+    here = f" on machine {machine_rank} ({socket.gethostname()})" if num_machines > 1 else ""
+    host = "" if culprit.machine else here  # the headline has it
+    lines = [f" {verdict.headline}{host}"]
+    lines += _evidence(culprit, width)
+    if verdict.elsewhere:
+        lines += _field("but", "it only lost its peers: the cause is on another machine; read the panel there", width)
+    if verdict.alike:
+        lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
+    for other in verdict.other_failures:
+        lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
+    if verdict.collateral:
+        lines += _field("collateral", _collateral(verdict.collateral), width)
+    if attempts > 1:
+        lines += _field("attempts", f"{attempts}; this is the last one", width)
+    above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
+    lines += _field("logs", logs or f"{above}; --log_dir DIR keeps each rank's output in a file", width)
+    lines += _field("try", remedy(culprit, verdict), width)
+    lines += _field("exit code", str(verdict.exit_code), width)
+    title = "── the run failed "
+    return "\n".join(["", title + "─" * (width - len(title)), *lines, "─" * width])
+
+
+def _field(name: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=f" {name:<11}", subsequent_indent=" " * 12, break_long_words=False)
+
+
+def _evidence(ending: Ending, width: int) -> list[str]:
+    if ending.record is None:
+        return _crash_lines(ending.crash)
+    shown = []
+    if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
+        text = ending.record["text"]
+        inner = text.splitlines()[-1] if _of_a_data_worker(ending.record) else text
+        shown = [f"   {line}" for line in inner.splitlines()[:8]]
+        if ending.record["cause"]:
+            shown += [f"   caused by {ending.record['cause'].splitlines()[0]}"]
+    places = [(f"{_short(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
+    column = max((len(place) for place, _ in places), default=0)
+    for place, frame in places:
+        shown.append(f"   {place:<{column}}  in {frame['function']}:  {frame['source']}"[:width].rstrip())
+    return shown
+
+
+def _crash_lines(crash: str) -> list[str]:
+    """Show the frames of the thread that crashed: the user's own, else the innermost ones."""
+    current = crash.partition("Current thread")[2] or crash
+    current = current.partition("\n\n")[0]
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', current)
+    users = [frame for frame in frames if is_users(frame[0])]
+    return [f"   {_short(file)}:{line}  in {name}" for file, line, name in reversed((users or frames)[:4])]
+
+
+def _short(file: str) -> str:
+    try:
+        return str(Path(file).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+def _collateral(endings: Sequence[Ending]) -> str:
+    lost = sorted(ending.rank for ending in endings if ending.lost_a_peer)
+    ended = sorted(ending.rank for ending in endings if not ending.lost_a_peer)
+    said = [f"{_ranks(lost)} lost the connection to it"] if lost else []
+    said += [f"{_ranks(ended)} ended by the launcher"] if ended else []
+    return "; ".join(said)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({ranks[0]} … {ranks[-1]})"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def remedy(ending: Ending, verdict: Verdict) -> str:
+    """Say what to do next."""
+    if ending.signal_name is not None:
+        return _REMEDY_FOR_SIGNALS["OOM" if verdict.out_of_memory and ending.signal_name == "SIGKILL" else ""].get(
+            ending.signal_name, f"rank {ending.rank} was ended from outside: who sent {ending.signal_name}?"
+        )
+    if ending.record is None:
+        return f"the output of rank {ending.rank}; it left no Python exception (os._exit, or not a Python program)"
+    text = f"{ending.record['type']}: {ending.record['text']}"
+    for pattern, advice in _REMEDIES:
+        if re.search(pattern, text, re.IGNORECASE | re.DOTALL):
+            return advice
+    if len(verdict.alike) == 0 and (verdict.collateral or verdict.other_failures):
+        return (
+            f"what is different on rank {ending.rank}: its part of the data, a file, or code behind is_main_process; "
+            "`python script.py` alone may not show it"
+        )
+    return "the same script in one process: python script.py"
+
+
+_REMEDY_FOR_SIGNALS = {
+    "OOM": {
+        "SIGKILL": "a smaller batch, fewer data workers, or fewer processes on this machine; every process holds its "
+        "own copy of what the script loads"
+    },
+    "": {
+        "SIGKILL": "the kernel's log (dmesg) and the job's memory limit: SIGKILL comes from an out-of-memory kill, a "
+        "batch system or a person; the kernel's own counter shows no out-of-memory kill here",
+        "SIGSEGV": "the last frames above: a compiled extension crashed there; reinstall it for this torch version, "
+        "and set num_workers=0 to tell whether it happens in a data worker",
+        "SIGABRT": "the lines above the panel: a native library gave up and printed why",
+        "SIGBUS": "more shared memory (/dev/shm; docker run --shm-size), or fewer data workers",
+        "SIGFPE": "the last frames above: a native integer division by zero",
+        "SIGILL": "a build of the package for this processor: an instruction is unknown to it",
+    },
+}
+
+_REMEDIES = (
+    (
+        r"ModuleNotFoundError: .*No module named",
+        "install it into the Python that runs the script (accelerate env says which), or start from the folder where "
+        "it lies",
+    ),
+    (r"ImportError", "the versions of the packages named above; `pip check` finds broken ones"),
+    (r"SyntaxError", "`python -m py_compile` on that file"),
+    (r"out of memory|MemoryError|can't allocate memory", "a smaller batch with gradient accumulation, or bf16"),
+    (
+        r"DataLoader worker .*(killed|exited unexpectedly)",
+        "more shared memory (/dev/shm; docker run --shm-size) or memory, fewer data workers, num_workers=0 to see the "
+        "cause",
+    ),
+    (r"Caught .* in DataLoader worker", "num_workers=0, which shows the same exception under a debugger"),
+    (r"address already in use|EADDRINUSE", "leave --main_process_port out: a free port is chosen"),
+    (r"FileNotFoundError", "the path, seen from the folder where the launch was typed"),
+    (r"UnsupportedSettingError|RuntimeConflictError", "what the message says"),
+    (
+        r"mark a variable ready only once|expected to have finished reduction|did not receive grad",
+        "DistributedDataParallelKwargs(find_unused_parameters=True), if some parameters take no part in the loss",
+    ),
+)

@@ -1,0 +1,155 @@
+"""Run one rank's script as `python` would, and leave a record of how it ended.
+
+Started by path, before anything of the user's: it imports the standard library only, and not this package.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import re
+import runpy
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LAUNCHER = "ACCELERATE_LAUNCHER_PID"
+CRASH_FILE_NAME = "crash.txt"
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+
+
+def main() -> None:
+    """Run `worker.py [-m] SCRIPT ARGUMENT...`."""
+    end_with_the_launcher()
+    # A line at a time: nothing is lost when the process is killed, and the lines of two ranks are not torn apart.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    error_file = os.environ.get(ERROR_FILE)
+    if error_file:
+        # Stays open: a signal such as SIGSEGV leaves the Python stack there.
+        faulthandler.enable(file=open(Path(error_file).with_name(CRASH_FILE_NAME), "w"))  # noqa: SIM115
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "-m"
+    sys.argv = arguments[as_module:]
+    try:
+        run_module(sys.argv[0]) if as_module else run_file(sys.argv[0])
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            record(ending, error_file)
+        raise
+    except BaseException as error:
+        record(error, error_file)
+        error.__traceback__ = own_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def end_with_the_launcher() -> None:
+    """Ask the kernel for SIGTERM when the launcher dies, however it dies (Linux)."""
+    launcher = os.environ.get(LAUNCHER)
+    if sys.platform != "linux" or launcher is None:
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before the kernel was asked
+        sys.exit(128 + signal.SIGTERM)
+
+
+def run_file(path: str) -> None:
+    """Execute a file as `__main__`, with its folder first on the path."""
+    if os.path.isdir(path) or not path.endswith(".py"):
+        sys.path.pop(0)
+        runpy.run_path(path, run_name="__main__")
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    program = ModuleType("__main__")
+    program.__file__ = path
+    program.__loader__ = SourceFileLoader("__main__", path)
+    program.__dict__["__builtins__"] = __builtins__
+    sys.modules["__accelerate_worker__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = program  # so that pickle and multiprocessing find the user's classes
+    exec(compile(Path(path).read_bytes(), path, "exec"), program.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Execute a module as `python -m` does."""
+    sys.path[0] = os.getcwd()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def record(error: BaseException, error_file: str | None) -> None:
+    """Write what happened where torchelastic expects it, with the frames of the user's own code."""
+    if error_file is None:
+        return
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    ending = {
+        "type": type(error).__name__,
+        "text": text,
+        "cause": _root_cause(error),
+        "frames": user_frames(error),
+        "time": time.time(),
+    }
+    whole = "".join(traceback.format_exception(type(error), error, own_part(error.__traceback__)))
+    extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
+    try:
+        Path(error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "ending": ending}))
+    except OSError:  # a full disk must not hide the error itself
+        traceback.print_exc()
+
+
+def _root_cause(error: BaseException) -> str | None:
+    root = error
+    while (earlier := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
+        root = earlier
+    return None if root is error else "".join(traceback.format_exception_only(type(root), root)).strip()
+
+
+def own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of this file and of runpy from the start of a traceback."""
+    while trace is not None and _is_plumbing(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_plumbing(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
+
+
+def user_frames(error: BaseException) -> list[dict[str, Any]]:
+    """Return the last frames that are neither Python's nor an installed package's; else the last ones of all."""
+    trace = traceback.extract_tb(own_part(error.__traceback__))
+    frames = [_frame(frame.filename, frame.lineno or 0, frame.name) for frame in trace]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        frames.append(_frame(error.filename, error.lineno or 0, "<module>"))
+    # An exception of a data worker arrives as text inside another one.
+    frames += [_frame(found["file"], int(found["line"]), found["function"]) for found in _FRAME.finditer(str(error))]
+    return ([frame for frame in frames if is_users(frame["file"])] or frames)[-4:]
+
+
+def _frame(file: str, line: int, function: str) -> dict[str, Any]:
+    return {"file": file, "line": line, "function": function, "source": linecache.getline(file, line).strip()}
+
+
+def is_users(file: str) -> bool:
+    """Tell the user's own files from Python's, from installed packages and from this one."""
+    if file.startswith("<"):
+        return False
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = sysconfig.get_paths()
+    foreign = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], here)
+    return not os.path.abspath(file).startswith(tuple(os.path.join(path, "") for path in foreign))
+
+
+if __name__ == "__main__":
+    main()

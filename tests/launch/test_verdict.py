@@ -1,0 +1,166 @@
+"""When a run dies, the last thing printed names the true culprit and the cause: real runs of four processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accelerate.launch.verdict import Ending, judge, panel
+from tests.launching import COMMAND, Launched, environment, run_accelerate
+
+FAULTS = Path(__file__).with_name("faults.py")
+
+
+def launch_fault(kind: str, culprit: int, directory: Path) -> Launched:
+    shutil.copy(FAULTS, directory / "train.py")
+    launched = run_accelerate("launch", "--cpu", "--num_processes", 4, "train.py", kind, culprit, directory=directory)
+    assert time.time() - float((directory / "fault_time").read_text()) < 15
+    return launched
+
+
+def line_of(text: str) -> int:
+    return FAULTS.read_text().splitlines().index(text) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "culprit", "code", "cause"),
+    [
+        ("exception", 2, 1, "ValueError: the label 17 is out of range"),
+        ("late", 0, 1, "KeyError: 'missing'"),
+        ("exit", 1, 3, "called sys.exit with code 3"),
+        ("kill", 3, 137, "killed by SIGKILL"),
+        ("crash", 1, 139, "killed by SIGSEGV"),
+        ("worker", 2, 1, "IndexError: sample 11 is broken"),
+    ],
+)
+def test_one_rank_fails_and_is_named_with_the_cause(
+    kind: str, culprit: int, code: int, cause: str, tmp_path: Path
+) -> None:
+    launched = launch_fault(kind, culprit, tmp_path)
+    assert f"rank {culprit} failed first" in launched.panel
+    assert cause in launched.panel
+    assert launched.code == code
+    others = [rank for rank in range(4) if rank != culprit]
+    collateral = next(line for line in launched.panel.splitlines() if line.startswith(" collateral"))
+    assert all(str(rank) in collateral for rank in others), "the victims are called collateral"
+    if kind != "kill":
+        assert f"train.py:{line_of('            go_wrong()')}" in launched.panel, "the user's own frame is shown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("everywhere", "ValueError: the label 17 is out of range"),
+        ("import", "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'"),
+    ],
+)
+def test_every_rank_fails_in_the_same_place(kind: str, cause: str, tmp_path: Path) -> None:
+    launched = launch_fault(kind, 0, tmp_path)
+    assert launched.code == 1
+    assert cause in launched.panel
+    assert "in the same place" in launched.panel
+    assert "also " not in launched.panel
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group with 3 GiB: the folder into whose `cgroup.procs` a process writes itself."""
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"accelerate_{uuid.uuid4().hex[:8]}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(3 << 30))
+        except OSError:
+            continue
+        yield group
+        for _ in range(50):
+            try:
+                group.rmdir()
+                return
+            except OSError:
+                os.sched_yield()
+        return
+    pytest.skip("control groups for memory cannot be made here")
+
+
+def test_an_out_of_memory_kill_is_told_from_other_kills(small_memory: Path, tmp_path: Path) -> None:
+    shutil.copy(FAULTS, tmp_path / "train.py")
+    inside = tmp_path / "inside.sh"
+    inside.write_text(f'echo $$ > {small_memory}/cgroup.procs\nexec "$@"\n')
+    words = ["sh", inside, COMMAND, "launch", "--cpu", "--num_processes", "4", "train.py", "memory", "2"]
+    ended = subprocess.run(
+        list(map(str, words)), cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=100
+    )
+    assert "rank 2 failed first: killed by the kernel, which ran out of memory" in ended.stderr
+    assert "a smaller batch" in ended.stderr
+    assert ended.returncode == 137
+
+
+def ending(rank: int, code: int, text: str = "", *, when: float = 0.0, by_launcher: bool = False) -> Ending:
+    record = {"type": text.partition(":")[0], "text": text, "cause": None, "frames": [], "time": when} if text else None
+    return Ending(rank=rank, local_rank=rank, exit_code=code, record=record, ended_by_launcher=by_launcher)
+
+
+GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:55988"
+
+
+def test_a_victim_that_is_seen_first_is_not_blamed() -> None:
+    verdict = judge(
+        [ending(0, 1, GLOO, when=1.0), ending(1, -9), ending(2, -15, by_launcher=True)], out_of_memory=False
+    )
+    assert verdict.culprit.rank == 1
+    assert [victim.rank for victim in verdict.collateral] == [2, 0]
+    assert verdict.exit_code == 137
+
+
+def test_of_two_own_failures_the_earlier_is_the_culprit_and_the_other_is_told() -> None:
+    verdict = judge(
+        [ending(0, 1, "ValueError: b", when=2.0), ending(1, 1, "KeyError: a", when=1.0)], out_of_memory=False
+    )
+    assert verdict.culprit.rank == 1
+    drawn = panel(verdict, machine_rank=0, num_machines=1, logs="/logs")
+    assert "also       rank 0: ValueError" in drawn
+    assert "logs       /logs" in drawn
+
+
+def test_where_all_only_lost_a_peer_the_cause_is_sought_on_another_machine() -> None:
+    verdict = judge([ending(4, 1, GLOO, when=2.0), ending(5, 1, GLOO, when=1.0)], out_of_memory=False)
+    assert verdict.elsewhere
+    assert verdict.culprit.rank == 5
+    assert "another machine" in panel(verdict, machine_rank=1, num_machines=2, logs=None)
+
+
+def test_a_program_without_python_is_judged_by_its_exit_code(tmp_path: Path) -> None:
+    words = ("launch", "--cpu", "--num_processes", 2, "--no_python", "sh", "-c", 'test "$RANK" = 0 || exit 7; sleep 60')
+    launched = run_accelerate(*words, directory=tmp_path)
+    assert "rank 1 failed first: ended with exit code 7" in launched.panel
+    assert launched.code == 7
+
+
+def test_quiet_says_it_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no')")
+    launched = run_accelerate("launch", "--cpu", "--num_processes", 2, "-q", "train.py", directory=tmp_path)
+    assert "the run failed" not in launched.complaints
+    assert launched.complaints.rstrip().splitlines()[-1].endswith("failed first: ValueError")
+
+
+def test_each_failed_attempt_is_told_before_the_next(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] != '2': raise OSError('disk')\nprint('done')"
+    )
+    words = ("launch", "--cpu", "--num_processes", 2, "--max_restarts")
+    launched = run_accelerate(*words, 2, "train.py", directory=tmp_path)
+    assert launched.code == 0
+    assert launched.printed.split() == ["done", "done"]
+    assert launched.complaints.count("failed first: OSError; restarting") == 2
+    assert "attempts   2" in run_accelerate(*words, 1, "train.py", directory=tmp_path).panel
