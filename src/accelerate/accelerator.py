@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from .accumulation import AccumulationWindow
 from .config.enums import DistributedType, RNGType
+from .config.environment import TRACE_FOLDER, read
 from .config.origins import NOT_YET
 from .config.plugins import (
     AutocastKwargs,
@@ -45,6 +47,12 @@ from .runtime.nested import leaves
 from .saving import save
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from .checkpoint.checkpointer import Checkpointer
+    from .checkpoint.engine import LoadReport
 
 logger = get_logger(__name__)
 
@@ -137,7 +145,10 @@ class Accelerator:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self.window = AccumulationWindow(self.gradient_state, self.strategy, self._models)
+        self._checkpointer: Checkpointer | None = None
         self.flag_tensor: Tensor | None = None
+        if read(TRACE_FOLDER) is not None:
+            self._keep_a_diary()
 
     # --- who am I -------------------------------------------------------------------------------------------------
 
@@ -684,6 +695,138 @@ class Accelerator:
             safe_serialization=safe_serialization,
         )
 
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights where other tools find them, in shards where they are large.
+
+        The main process writes; of tied weights the first name is stored. Old files go when the new ones are there.
+        """
+        from .checkpoint.model_files import save_model_files
+
+        if os.path.isfile(save_directory):
+            raise ValueError(f"save_model needs a folder, and {os.fspath(save_directory)} is a file.")
+        state = self.get_state_dict(model)
+        on_each_node = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if on_each_node else self.is_main_process:
+            save_model_files(
+                state, Path(save_directory), max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+        self.wait_for_everyone()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What makes and loads the checkpoints of everything that was prepared."""
+        if self._checkpointer is None:
+            from .checkpoint.checkpointer import Checkpointer, Prepared  # on first use: many scripts never save
+
+            prepared = Prepared(
+                models=self._models,
+                optimizers=self._optimizers,
+                schedulers=self._schedulers,
+                loaders=self._dataloaders,
+                window=self.window,
+            )
+            self._checkpointer = Checkpointer(self.state._runtime, self.project_configuration, prepared)
+        return self._checkpointer
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        wait: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save everything that was prepared or registered, and return where: whole, or not at all.
+
+        All processes call it. With `wait=False` training goes on once the state is copied; the next save, load or
+        `end_training` waits for the files, and raises what went wrong with them.
+        """
+        return self.checkpointer.save(
+            None if output_dir is None else os.fspath(output_dir),
+            scaler=self.scaler,
+            safe_serialization=safe_serialization,
+            wait=wait,
+        )
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        verify: str = "size",
+        **load_model_func_kwargs: Any,
+    ) -> LoadReport:
+        """Restore everything from a checkpoint, or raise and list what does not fit.
+
+        Without a folder the newest committed checkpoint of the project is taken. `strict=False` loads what there is
+        and returns the list; `verify="hash"` reads every byte before anything is restored.
+        """
+        return self.checkpointer.load(
+            None if input_dir is None else os.fspath(input_dir),
+            scaler=self.scaler,
+            strict=strict,
+            verify=verify,
+            load_options=load_kwargs or {},
+            model_options=load_model_func_kwargs,
+        )
+
+    def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
+        """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
+
+        Without a folder it looks where `save_state()` puts automatic checkpoints. Options are those of `load_state`.
+        """
+        if self.checkpointer.locate(None if input_dir is None else os.fspath(input_dir)) is None:
+            logger.info("There is no checkpoint in %s: the run begins.", input_dir or self.project_dir)
+            return None
+        return self.load_state(input_dir, **options)
+
+    def save_if_preempted(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Save and leave if the run was asked to, by SIGTERM or by a file `PREEMPT` in the project folder.
+
+        All processes call it, as the last thing of a step, and agree, which costs one small message per call. The
+        program ends with exit code 75, which `accelerate launch` and a batch system take as "start me again".
+        """
+        reason = self.checkpointer.preempted()
+        if reason is not None:
+            self.checkpointer.leave(self.save_state(output_dir), reason)
+
+    def _keep_a_diary(self) -> None:
+        """Note every backward pass, for `accelerate verify-resume`."""
+        from .checkpoint.trace import Trace
+
+        plain_backward = self.backward
+        trace = self.checkpointer.trace = Trace.from_environment(self.process_index)
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            plain_backward(loss, **kwargs)
+            trace.note(
+                loss, self._optimizers, self._dataloaders, None if self.scaler is None else self.scaler.get_scale()
+            )
+
+        self.checkpointer.register(trace)
+        self.backward = backward  # type: ignore[method-assign]
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects, which have `state_dict` and `load_state_dict`, with everything else."""
+        self.checkpointer.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before every save; weights it removes are not saved again."""
+        return self.checkpointer.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before every load; models it removes are not loaded again."""
+        return self.checkpointer.add_load_hook(hook)
+
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
         """Return a loader like this one that starts after its first batches."""
         skipped = skip_first_batches(dataloader, num_batches)
@@ -704,7 +847,9 @@ class Accelerator:
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the run: wait for the others and leave the process group."""
+        """Finish the run: wait for a save and for the others, and leave the process group."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
         self.wait_for_everyone()
         self.state.destroy_process_group()
 

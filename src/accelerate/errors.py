@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+START_ME_AGAIN = 75
+"""The exit code of a run that saved because it was asked to leave: EX_TEMPFAIL of sysexits.h, which Slurm's
+RequeueExit can name and `accelerate launch` hands on."""
+
 
 class UnsupportedSettingError(ValueError):
     """Refuse a setting that this version accepts by name but cannot honour."""

@@ -34,6 +34,7 @@ def save(
             save_file(clean_state_dict_for_safetensors(obj), partial, metadata={"format": "pt"})
         else:
             torch.save(obj, partial)
+        flush(partial)
         os.replace(partial, path)
     finally:
         if os.path.exists(partial):
@@ -60,4 +61,20 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         kept.setdefault(place if tensor.numel() else (name,), name)
-    return {name: state_dict[name].detach().clone(memory_format=torch.contiguous_format) for name in kept.values()}
+    chosen = {name: state_dict[name].detach() for name in kept.values()}
+    return {name: tensor if _stands_alone(tensor) else tensor.clone().contiguous() for name, tensor in chosen.items()}
+
+
+def _stands_alone(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be stored as it is: contiguous, and no window into a larger memory."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and whole
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Make sure that a file or folder survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

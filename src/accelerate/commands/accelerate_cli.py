@@ -14,6 +14,7 @@ _VERBS = {
     "config": "answer questions, and write the answers to a file",
     "env": "print versions, devices and settings, for bug reports",
     "launch": "start a script on one process or many",
+    "verify-resume": "prove that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
 }
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     typed = next((word for word in words if not word.startswith("-")), None)
     for verb, text in _VERBS.items():
         if verb == typed:
-            import_module(f".{verb}", __package__).add_parser(verbs)
+            import_module(f".{verb.replace('-', '_')}", __package__).add_parser(verbs)
         else:
             verbs.add_parser(verb, help=text)
     parsed = parser.parse_args(words)

@@ -66,6 +66,9 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     return {variable_of(name): str(value) for name, value in settings.items() if value is not None}
 
 
+# The folder of a diary, which `accelerate verify-resume` asks a run to keep.
+TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
+
 # A setting that changes speed, not results: it is warned about until it has an effect.
 COMPILE_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 
@@ -149,6 +152,8 @@ SLURM_NODE_LIST = "SLURM_STEP_NODELIST"
 SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 SLURM_NODE_ID = "SLURM_NODEID"
 SLURM_STEP_ID = "SLURM_STEP_ID"
+OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; since 5.0 it is no longer told
+OPENMPI_OWN_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 # What every process of one job shares and other jobs on the host do not, the narrowest first: it picks the port.
 JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
 

@@ -6,23 +6,31 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ..errors import LaunchError
+from ..errors import START_ME_AGAIN, LaunchError
 from .guard import Guard
 from .news import SECONDS_TO_HEAR, News
 from .say import say
@@ -33,6 +41,8 @@ SECONDS_FOR_OTHERS_TO_FAIL = 0.5
 """After the first failure, so that ranks which fail by themselves can say so."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
+SECONDS_BEFORE_A_NOTICE = 20
+SECONDS_TO_MEET = 900
 LONGEST_TEXT_FOR_OTHERS = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
 
@@ -86,6 +96,12 @@ class Outcome:
     """As the machines agreed, where they may come and go."""
 
     @property
+    def asks_for_a_start(self) -> bool:
+        """Whether the processes saved and left, to be started again."""
+        codes = {ending.exit_code for ending in self.endings}
+        return START_ME_AGAIN in codes and codes <= {0, START_ME_AGAIN}
+
+    @property
     def failed(self) -> bool:
         """Whether any process did not end well."""
         return any(ending.failed for ending in self.endings)
@@ -102,21 +118,38 @@ def run(job: Job, guard: Guard) -> Outcome:
             agent.run()
     except SignalException:
         pass
-    except DistNetworkError as error:
+    except (RendezvousError, DistError) as error:
         if "address already in use" in str(error).lower():
             raise PortTaken from error
-        raise
-    except (RendezvousError, DistError) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
             f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
             "that machine still running? Nobody can go on without it."
         ) from error
     finally:
-        if agent.news is not None and job.is_meeting_place:
-            agent.news.linger()
+        if agent.news is not None:
+            if agent.outcome.failed:  # Slurm ends all when the first one has left, but a verdict is due
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            agent.news.leave_together()
         agent.rendezvous.shutdown()
     return agent.outcome
+
+
+class _StoreForEveryAttempt(StaticTCPRendezvous):
+    """torch's static rendezvous, with a new store on a new port for the processes of every attempt.
+
+    torch hands them the same one again, where they find the addresses of processes that have ended, and wait.
+    """
+
+    attempts = 0
+    use_agent_store = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        met = super().next_rendezvous()
+        self.attempts += 1
+        store = PrefixStore(f"attempt_{self.attempts}", met.store)
+        place = RendezvousStoreInfo.build(met.rank, store, local_addr=self.master_addr)
+        return RendezvousInfo(store, met.rank, met.world_size, place)
 
 
 class Agent(LocalElasticAgent):
@@ -128,20 +161,7 @@ class Agent(LocalElasticAgent):
         self.outcome = Outcome()
         self.news: News | None = None
         self._deadline: float | None = None
-        # torch recognises its own machine by a loopback address, but not by every name and address it has.
-        is_local = job.is_meeting_place and not job.is_static
-        endpoint = f"{'127.0.0.1' if is_local else job.address}:{job.port}"
-        self.rendezvous = rendezvous.get_rendezvous_handler(
-            RendezvousParameters(
-                backend=job.backend,
-                endpoint=endpoint,
-                run_id=job.run_id,
-                min_nodes=job.min_machines,
-                max_nodes=job.max_machines,
-                local_addr=job.local_address,
-                **({"timeout": 900} | job.rendezvous_settings | ({"rank": job.machine_rank} if job.is_static else {})),
-            )
-        )
+        self.rendezvous = self._make_rendezvous()
         spec = WorkerSpec(
             role=job.role,
             local_world_size=job.processes_here,
@@ -150,14 +170,36 @@ class Agent(LocalElasticAgent):
             rdzv_handler=self.rendezvous,
             max_restarts=job.max_restarts,
             monitor_interval=job.monitor_interval,
-            master_addr=job.address if job.is_static else None,
-            master_port=job.port if job.is_static else None,
             local_addr=job.local_address,
         )
         logs = DefaultLogsSpecs(
             log_dir=str(job.log_dir), redirects=Std.from_str(job.redirects), tee=Std.from_str(job.tee)
         )
         super().__init__(spec, logs, exit_barrier_timeout=300, log_line_prefix_template=job.line_prefix)
+
+    def _make_rendezvous(self) -> RendezvousHandler:
+        job = self.job
+        if job.is_static and job.max_restarts > 0:
+            return _StoreForEveryAttempt(
+                job.address, job.port, job.machine_rank, job.max_machines, job.run_id, SECONDS_TO_MEET
+            )
+        # torch recognises its own machine by a loopback address, but not by every name and address it has.
+        is_local = job.is_meeting_place and not job.is_static
+        return rendezvous.get_rendezvous_handler(
+            RendezvousParameters(
+                backend=job.backend,
+                endpoint=f"{'127.0.0.1' if is_local else job.address}:{job.port}",
+                run_id=job.run_id,
+                min_nodes=job.min_machines,
+                max_nodes=job.max_machines,
+                local_addr=job.local_address,
+                **(
+                    {"timeout": SECONDS_TO_MEET}
+                    | job.rendezvous_settings
+                    | ({"rank": job.machine_rank} if job.is_static else {})
+                ),
+            )
+        )
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Hand a signal to the processes and give them time; on the second one, end them."""
@@ -180,13 +222,25 @@ class Agent(LocalElasticAgent):
             answer_with(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
         if self.news is not None:
             self.news.tell(None)  # so that nobody goes on listening to the attempt before
-        super()._rendezvous(worker_group)
+            self.news = None
+        with self._notice_of_a_long_wait():
+            super()._rendezvous(worker_group)
         found: Any = worker_group  # torch's annotations say that its numbers are None
         self.outcome.machine_rank = found.group_rank
         if found.group_world_size > 1 and News.can_travel(found.store):
-            # Where machines come and go, every attempt has a part of the store for itself.
-            attempt = str(self._remaining_restarts) if self.job.is_static else ""
-            self.news = News(found.store, attempt, found.group_world_size)
+            self.news = News(found.store, found.group_world_size)
+
+    @contextmanager
+    def _notice_of_a_long_wait(self) -> Iterator[None]:
+        place, least = f"{self.job.address}:{self.job.port}", self.job.min_machines
+        sentence = f"after {SECONDS_BEFORE_A_NOTICE} s there are not {least} machines at {place} yet; waiting for more."
+        timer = threading.Timer(SECONDS_BEFORE_A_NOTICE, say, [sentence])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines, which may need the store, in a way that hears signals and failures."""
@@ -211,6 +265,10 @@ class Agent(LocalElasticAgent):
             self._wait_for_everyone()
             self._note_endings(worker_group)
             self._tell_other_machines()
+        elif START_ME_AGAIN in self._exit_codes().values():
+            self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
+            self._deadline = time.monotonic() + self.job.grace_period
+            self._wait_for_everyone()
         elif lost_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
             self._wait_for_failures()
             self._note_endings(worker_group)
@@ -238,7 +296,8 @@ class Agent(LocalElasticAgent):
         assert self._deadline is not None
         deadline = self._deadline
         while self._living() and time.monotonic() < deadline:
-            if deadline == self._deadline and any(self._exit_codes().values()):
+            codes = self._exit_codes().values()
+            if deadline == self._deadline and any(code not in (None, 0, START_ME_AGAIN) for code in codes):
                 # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
                 deadline = min(deadline, time.monotonic() + SECONDS_AFTER_ONE_GAVE_UP)
             time.sleep(0.05)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -19,8 +20,8 @@ Store: TypeAlias = Any  # torch's, whose stubs know neither the name nor `clone`
 class News:
     """The end of one attempt: who failed, or that all are done. The machine that speaks first is heard by all."""
 
-    def __init__(self, store: Store, attempt: str, num_machines: int) -> None:
-        self._key = f"accelerate/{attempt}/end"
+    def __init__(self, store: Store, num_machines: int) -> None:
+        self._key = "accelerate/end"  # every attempt has a part of the store for itself
         self._num_machines = num_machines
         self._store = store
         self._arrived = threading.Event()
@@ -34,7 +35,6 @@ class News:
 
     def tell(self, culprit: dict[str, Any] | None) -> None:
         """Say who failed, or None if nobody did, unless another machine has spoken."""
-        # In a thread, because a store whose machine is gone answers late, and the launcher must hear signals.
         self._in_a_thread(lambda store: store.compare_set(self._key, "", json.dumps(culprit)))
 
     def done(self) -> None:
@@ -45,17 +45,14 @@ class News:
         """Wait for the end to be known."""
         return self._arrived.wait(seconds)
 
-    def linger(self) -> None:
-        """Keep the store until every machine has heard, for a moment at most; for the machine that holds it."""
-        deadline = time.monotonic() + SECONDS_TO_HEAR
-        while self._store.add(f"{self._key}/heard", 0) < self._num_machines and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def leave_together(self) -> None:
+        """Wait for a moment until every machine knows how it ended: the store goes with one of them."""
+        self._in_a_thread(self._wait_for_the_others)
 
     def _listen(self, store: Store) -> None:
         try:
             store.wait([self._key], _FOREVER)
             self.culprit = json.loads(store.get(self._key))
-            store.add(f"{self._key}/heard", 1)
         except RuntimeError:  # the machine that held the store is gone: nothing more to hear
             return
         self._arrived.set()
@@ -64,13 +61,22 @@ class News:
         if store.add(f"{self._key}/done", 1) == self._num_machines:
             store.compare_set(self._key, "", json.dumps(None))
 
-    def _in_a_thread(self, say: Any) -> None:
-        def speak() -> None:
+    def _wait_for_the_others(self, store: Store) -> None:
+        deadline = time.monotonic() + SECONDS_TO_HEAR
+        number = store.add(f"{self._key}/ready", 1)
+        while number < self._num_machines and time.monotonic() < deadline:
+            time.sleep(0.02)
+            number = store.add(f"{self._key}/ready", 0)
+
+    def _in_a_thread(self, action: Callable[[Store], object]) -> None:
+        """Act for a few seconds at most: a store whose machine is gone may answer late, and signals must be heard."""
+
+        def act() -> None:
             try:
-                say(self._store.clone())
+                action(self._store.clone())
             except RuntimeError:  # as in _listen
                 return
 
-        speaker = threading.Thread(target=speak, daemon=True)
-        speaker.start()
-        speaker.join(SECONDS_TO_HEAR)
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        thread.join(SECONDS_TO_HEAR)

@@ -158,8 +158,9 @@ class _Roll:
         present = [str(self._own), *(str(said) for _, (_, said) in sorted(self._arrived.items()))]
         wrong = "" if self._here else f" Note that {self._place} is not an address of this machine."
         return (
-            f"after {seconds:.0f} s nothing was heard from machine {', '.join(missing)}; present: {', '.join(present)}. "
-            f"It must reach {self._place}, and run the same launch with its own --machine_rank.{wrong}"
+            f"after {seconds:.0f} s nothing was heard from machine {', '.join(missing)}; present: "
+            f"{', '.join(present)}. It must reach {self._place}, and run the same launch with its own "
+            f"--machine_rank.{wrong}"
         )
 
 

@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.environment import patch_environment
+from ..config.environment import patch_environment, read
 from ..config.launch_settings import LaunchSettings
-from ..errors import LaunchError
+from ..errors import START_ME_AGAIN, LaunchError
 from . import preflight
 from .guard import Guard
 from .network import is_here, local_address_towards
@@ -32,7 +32,10 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
     with answered_by(leave_at_once):
         guard = Guard()  # starts while the machines meet and torch is imported
         _meet(plan)
-        from . import elastic  # noqa: F401
+        # When a machine is lost, the launcher says so; torch's own store would print its C++ stack.
+        silence = {} if settings.debug else {"TORCH_CPP_LOG_LEVEL": read("TORCH_CPP_LOG_LEVEL") or "ERROR"}
+        with patch_environment(**silence):
+            from . import elastic  # noqa: F401
     kept = Path(settings.log_dir).expanduser() if settings.log_dir else None
     folder = kept or Path(tempfile.mkdtemp(prefix="accelerate_"))
     kills_before = _out_of_memory_kills()
@@ -43,6 +46,9 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
     try:
         with patch_environment(**variables):
             outcome = _run(settings, plan, folder, guard)
+        if outcome.asks_for_a_start:
+            say(f"the processes saved and left, to be started again (exit code {START_ME_AGAIN}).")
+            return START_ME_AGAIN
         if outcome.signal is not None:
             return 128 + outcome.signal if outcome.failed else 0
         if not outcome.failed:

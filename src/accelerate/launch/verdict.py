@@ -177,8 +177,9 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
     host = "" if culprit.machine else here  # the headline has it
     lines = [f" {verdict.headline}{host}"]
     lines += _evidence(culprit, width)
-    if verdict.elsewhere:
-        lines += _field("but", "it only lost its peers: the cause is on another machine; read the panel there", width)
+    if verdict.elsewhere and num_machines > 1:
+        lost = "it only lost its peers, and no machine has said why: a launcher was killed, or its machine is gone"
+        lines += _field("but", lost, width)
     if verdict.alike:
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
@@ -189,7 +190,8 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("attempts", f"{attempts}; this is the last one", width)
     above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
     lines += _field("logs", logs or f"{above}; --log_dir DIR keeps each rank's output in a file", width)
-    lines += _field("try", remedy(culprit, verdict), width)
+    elsewhere = "the output and the kernel's log (dmesg) of the other machines"
+    lines += _field("try", elsewhere if verdict.elsewhere and num_machines > 1 else remedy(culprit, verdict), width)
     lines += _field("exit code", str(verdict.exit_code), width)
     title = "── the run failed "
     return "\n".join(["", title + "─" * (width - len(title)), *lines, "─" * width])

@@ -83,11 +83,24 @@ def _first_host(process: ProcessInfo) -> str:
     nodes = environment.read(environment.SLURM_NODE_LIST)
     if process.launcher == "Slurm" and nodes:
         return first_slurm_host(nodes)
+    if process.launcher == "OpenMPI" and (address := _address_of_mpirun(process)) is not None:
+        return address
     raise ValueError(
         f"{process.launcher} started {process.world_size} processes on several hosts (this is rank {process.rank}), "
         "but does not say where they can meet: set MASTER_ADDR to a host name or address that every process can "
         "reach (mpirun -x MASTER_ADDR=...)."
     )
+
+
+def _address_of_mpirun(process: ProcessInfo) -> str | None:
+    """Return the address of the host where `mpirun` was typed, if rank 0 runs there."""
+    # Such as `943325184.0;tcp://10.0.0.1,192.168.0.1:49469`. Only rank 0 can tell whether that is its own host; if it
+    # is not, its error ends the job.
+    daemon = environment.read(environment.OPENMPI_FIRST_DAEMON) or ""
+    if process.rank == 0 and daemon != environment.read(environment.OPENMPI_OWN_DAEMON):
+        return None
+    found = re.search(r"tcp6?://\[?([^,\]]+)\S*:\d+", daemon)
+    return found[1] if found else None
 
 
 def first_slurm_host(nodes: str) -> str:

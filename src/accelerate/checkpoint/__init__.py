@@ -1,0 +1,1 @@
+"""Checkpoints: plan, stage, write, commit, retain; committed whole or not there at all."""

@@ -1,0 +1,397 @@
+"""`save_state` and `load_state`: which parts a run has, how its checkpoints are called, and which are kept."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..config.plugins import ProjectConfiguration
+from ..errors import START_ME_AGAIN
+from ..parallel.unwrapping import extract_model_from_parallel
+from ..runtime import device as devices
+from ..runtime.nested import recursively_apply
+from ..runtime.runtime import Runtime
+from .crew import Crew
+from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
+from .layout import (
+    CHECKPOINTS_FOLDER,
+    SCALER_FILE,
+    CommitRecord,
+    automatic_name,
+    custom_file,
+    iteration_of,
+    numbered,
+    random_states_file,
+    unfinished,
+)
+from .parts import ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
+from .preemption import Preemption
+from .remote import RemoteStore
+from .store import Found, LocalStore, Store
+from .trace import Trace
+
+logger = logging.getLogger(__name__)
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What one Accelerator has prepared; the lists are its own."""
+
+    models: list[nn.Module]
+    optimizers: list[Any]
+    schedulers: list[Any]
+    loaders: list[Any]
+    window: Any
+
+
+class Checkpointer:
+    """Make and load the checkpoints of one Accelerator."""
+
+    def __init__(self, runtime: Runtime, project: ProjectConfiguration, prepared: Prepared) -> None:
+        self.runtime = runtime
+        self.project = project
+        self.prepared = prepared
+        self.custom_objects: list[Any] = []
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._engine: CheckpointEngine | None = None
+        self._background: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._preemption: Preemption | None = None
+        self.trace: Trace | None = None
+        """The diary of a run that is being verified; its checkpoints go where the diary is."""
+
+    # --- what belongs to it ---------------------------------------------------------------------------------------
+
+    def register(self, *objects: Any) -> None:
+        """Add objects with a state; refuse those without."""
+        unable = [
+            f"{index}: {type(item).__name__}"
+            for index, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if unable:
+            raise ValueError(
+                f"register_for_checkpointing takes objects with state_dict and load_state_dict; these have none: "
+                f"{', '.join(unable)}."
+            )
+        self.custom_objects += objects
+
+    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call a function before every save."""
+        return _added(self.save_hooks, hook)
+
+    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call a function before every load."""
+        return _added(self.load_hooks, hook)
+
+    @property
+    def engine(self) -> CheckpointEngine:
+        """The engine, whose crew is assembled on first use, by all processes together."""
+        if self._engine is None:
+            self._engine = CheckpointEngine(Crew.assemble(self.runtime, on_each_node=self.project.save_on_each_node))
+        return self._engine
+
+    def _own_models(self) -> list[nn.Module]:
+        return [extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models]
+
+    def _parts(self, models: Sequence[nn.Module], scaler: Any, suffix: str, rank: int) -> list[Part]:
+        parts: list[Part] = [
+            ModelPart(numbered("model", index, ""), numbered(_stem(suffix), index, suffix), model)
+            for index, model in enumerate(models)
+        ]
+        parts += [
+            OptimizerPart(numbered("optimizer", index, ""), numbered("optimizer", index, ".bin"), optimizer)
+            for index, optimizer in enumerate(self.prepared.optimizers)
+        ]
+        parts += [
+            StatefulPart(numbered("scheduler", index, ""), numbered("scheduler", index, ".bin"), scheduler)
+            for index, scheduler in enumerate(self.prepared.schedulers)
+        ]
+        if scaler is not None:
+            parts.append(StatefulPart("scaler", SCALER_FILE, scaler))
+        parts += [
+            StatefulPart(numbered("registered object", index, ""), custom_file(index), item)
+            for index, item in enumerate(self.custom_objects)
+        ]
+        parts.append(ProgressPart(self.prepared.loaders))
+        parts.append(RandomPart(random_states_file(rank), self.runtime, self.prepared.window))
+        return parts
+
+    # --- save -----------------------------------------------------------------------------------------------------
+
+    def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
+        """Make a checkpoint of everything; return its path."""
+        self.wait()
+        store, name, iteration = self._target(target)
+        draft = self.engine.open(store, name, step=self.prepared.window.step, iteration=iteration)
+        suffix = ".safetensors" if safe_serialization else ".bin"
+        models = self._own_models()
+        with self.engine.together(f"checkpoint {draft.path} was not made", draft):
+            models = self._after_save_hooks(models, draft.folder)
+            draft.parts = self._parts(models, scaler, suffix, self.runtime.process_index)
+            draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective}
+            if not wait:
+                draft.states |= {
+                    part.name: _copied(draft.state_of(part)) for part in self.engine.written_here(draft.parts)
+                }
+        if wait:
+            self._finish(draft)
+        else:
+            self._pending = self._thread().submit(self._finish, draft)
+        if iteration is not None:
+            self.project.iteration = iteration + 1
+        return str(draft.path)
+
+    def _after_save_hooks(self, models: list[nn.Module], folder: Path) -> list[nn.Module]:
+        """Let hooks write what they like, and take back the models whose weights they took from the list."""
+        if not self.save_hooks:
+            return models
+        weights: list[dict[str, Any]] = [model.state_dict() for model in models]
+        owners = {id(state): model for state, model in zip(weights, models, strict=True)}
+        for hook in self.save_hooks.values():
+            hook(models, weights, str(folder))
+        return [owners[id(state)] for state in weights]
+
+    def _finish(self, draft: Draft) -> None:
+        self.engine.finish(draft)
+        draft.states.clear()
+        if draft.iteration is not None and self.engine.crew.leads:
+            self._retain(draft.store)
+        logger.info("Saved %s", draft.path)
+
+    def _retain(self, store: Store) -> None:
+        limit = self.project.total_limit
+        if limit is None:
+            return
+        kept = [found for found in store.found() if found.problem is None and iteration_of(found.name) is not None]
+        kept.sort(key=lambda found: iteration_of(found.name) or 0)
+        for found in kept[: max(0, len(kept) - max(1, limit))]:
+            store.remove(found.name)
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._background is None:
+            self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            atexit.register(self.wait)
+        return self._background
+
+    def wait(self) -> None:
+        """Wait for a save in the background, and raise what went wrong there."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    # --- where ----------------------------------------------------------------------------------------------------
+
+    def _target(self, target: str | None) -> tuple[Store, str, int | None]:
+        if target is not None and not self.project.automatic_checkpoint_naming:
+            return (*self._place(target), None)
+        store = self._automatic_store("save_state")
+        last = max((iteration_of(found.name) or 0 for found in _automatic(store)), default=-1)
+        iteration = self.engine.crew.from_leader(max(self.project.iteration, last + 1))
+        return store, automatic_name(iteration), iteration
+
+    def _automatic_store(self, caller: str) -> Store:
+        if self.project.project_dir is None:
+            raise ValueError(
+                f"{caller}() was called without a folder, and no project folder was given: pass one, or use "
+                "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
+            )
+        folder = f"{self.project.project_dir}/{CHECKPOINTS_FOLDER}"
+        return _store(folder if self.trace is None else self.trace.redirected(folder))
+
+    def _place(self, target: str) -> tuple[Store, str]:
+        return _place(target if self.trace is None else self.trace.redirected(target))
+
+    def newest(self) -> tuple[Store, str] | None:
+        """Return the newest committed automatic checkpoint, saying which were passed over and why."""
+        store = self._automatic_store("load_state")
+        name: str | None = None
+        with self.engine.together("no checkpoint was chosen"):
+            if self.runtime.is_main_process:
+                store.recover(None)
+                name = _newest(store)
+        name = self.engine.crew.from_leader(name)
+        return None if name is None else (store, name)
+
+    # --- load -----------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        source: str | None,
+        *,
+        scaler: Any,
+        strict: bool,
+        verify: str,
+        load_options: dict[str, Any],
+        model_options: dict[str, Any],
+    ) -> LoadReport:
+        """Restore everything, or raise and say what does not fit."""
+        if verify not in ("size", "hash"):
+            raise ValueError(f"verify={verify!r} is unknown: choose size (quick) or hash (reads every byte).")
+        self.wait()
+        store, name = self._source(source)
+        with self.engine.fetched(store, name, self._is_wanted, verify) as fetched:
+            models = self._own_models()
+            with self.engine.together(f"{fetched.path} was not loaded"):
+                for hook in self.load_hooks.values():
+                    hook(models, str(fetched.folder))
+            parts = self._parts(models, scaler, self._suffix(fetched.folder), self.runtime.process_index)
+            for part in parts:
+                if isinstance(part, ModelPart):
+                    part.load_options |= model_options
+            changes = self._another_world(parts, fetched.record)
+            optional = ["progress"] if fetched.record is None else []  # accelerate 1.x keeps no positions
+            report = self.engine.load(fetched, parts, strict=strict, load_options=load_options, optional=optional)
+        report.changes = changes
+        iteration = iteration_of(name)
+        if iteration is not None:
+            self.project.iteration = iteration + 1
+        self._tell(report)
+        return report
+
+    # --- leaving and coming back ----------------------------------------------------------------------------------
+
+    def preempted(self) -> str | None:
+        """Return why the run is asked to leave, the same on every process, or None."""
+        if self._preemption is None:
+            self._preemption = Preemption(self.project.project_dir)
+        reasons = self.engine.crew.gather(self._preemption.requested())
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def leave(self, path: str, reason: str) -> NoReturn:
+        """Say what was saved, and end with the code that asks for another start."""
+        assert self._preemption is not None
+        if self.runtime.is_main_process:
+            self._preemption.answered()
+            logger.warning("Asked to leave by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
+        raise SystemExit(START_ME_AGAIN)
+
+    def _source(self, source: str | None) -> tuple[Store, str]:
+        if source is None:
+            found = self.newest()
+            if found is None:
+                raise FileNotFoundError(f"load_state() found no checkpoint in {self.project.project_dir}.")
+            return found
+        return self._settled(*self._place(source))
+
+    def _settled(self, store: Store, name: str) -> tuple[Store, str]:
+        with self.engine.together(f"{store.path(name)} was not loaded"):
+            if self.engine.crew.leads:
+                store.recover(name)
+        return store, name
+
+    def locate(self, source: str | None) -> str | None:
+        """Return where there is something to load: the folder that was named, or the newest; None if there is not."""
+        if source is None:
+            found = self.newest()
+            return None if found is None else str(found[0].path(found[1]))
+        store, name = self._settled(*self._place(source))
+        return source if self.engine.crew.from_leader(store.exists(name)) else None
+
+    def _suffix(self, folder: Path) -> str:
+        return ".bin" if (folder / "pytorch_model.bin").is_file() else ".safetensors"
+
+    def _is_wanted(self, file: str) -> bool:
+        """Leave the generators of other ranks where they are; rank 0's may be needed to derive others."""
+        own = (random_states_file(self.runtime.process_index), random_states_file(0))
+        return not file.startswith("random_states_") or file in own
+
+    def _another_world(self, parts: list[Part], saved: CommitRecord | None) -> list[str]:
+        """Where the number of processes changed, derive the generators of every rank anew from rank 0's."""
+        here = self.runtime.num_processes
+        if saved is None or saved.num_processes == here:
+            return []
+        parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
+        return [
+            f"saved on {saved.num_processes} processes, loaded on {here}: the positions of the loaders are global and "
+            "were kept",
+            f"generators of {here} ranks were derived from rank 0's state, the step and the rank",
+        ]
+
+    def _tell(self, report: LoadReport) -> None:
+        if self.runtime.is_main_process:
+            level = logging.WARNING if report else logging.INFO
+            logger.log(level, "Loaded %s%s", report.path, f"\n{report}" if report else "")
+
+
+class _DerivedRandomPart(RandomPart):
+    """Generators for ranks that did not exist when the checkpoint was made."""
+
+    def restore(self, state: Any) -> None:
+        """Seed every generator from rank 0's state, the step and the rank."""
+        self.window.step = state["step"]
+        text = bytes(state["torch_manual_seed"].tolist()) + f"{state['step']},{self.runtime.process_index}".encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        devices.seed_all(seed)
+
+
+def _store(folder: str) -> Store:
+    return RemoteStore(folder) if "://" in folder else LocalStore(os.path.abspath(os.path.expanduser(folder)))
+
+
+def _place(target: str) -> tuple[Store, str]:
+    """Return the store and the name of a folder or URL."""
+    if "://" not in target:
+        target = os.path.abspath(os.path.expanduser(target))
+    parent, _, name = target.rstrip("/").rpartition("/")
+    return _store(parent or "/"), name
+
+
+def _stem(suffix: str) -> str:
+    return "model" if suffix == ".safetensors" else "pytorch_model"
+
+
+def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy in the host's memory that training does not touch."""
+    return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
+
+
+def _automatic(store: Store) -> list[Any]:
+    return [found for found in store.found() if iteration_of(found.name) is not None]
+
+
+def _newest(store: Store) -> str | None:
+    for found in sorted(store.found(), key=_number, reverse=True):
+        if _number(found) < 0:
+            continue
+        if found.problem is None:
+            return found.name
+        logger.warning("Passed over %s: %s.", store.path(found.name), found.problem)
+    return None
+
+
+def _number(found: Found) -> int:
+    """Return the number of an automatic checkpoint, finished or not, and -1 for anything else."""
+    on_its_way = unfinished(found.name)
+    number = iteration_of(found.name if on_its_way is None else on_its_way[0])
+    return -1 if number is None else number
+
+
+__all__ = ["CheckpointError", "Checkpointer", "LoadReport", "Prepared"]

@@ -1,0 +1,55 @@
+"""The processes that make one checkpoint: who leads, and how they agree without touching training's collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..runtime.runtime import Runtime
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """One process among those that save together."""
+
+    rank: int
+    world_size: int
+    leads: bool
+    """It writes what all processes have in common, and commits."""
+    on_each_node: bool = False
+    """Every host keeps a checkpoint of its own, on a disk that the others do not see."""
+    group: Any = None
+
+    @classmethod
+    def assemble(cls, runtime: Runtime, *, on_each_node: bool) -> Crew:
+        """Gather the processes of a run, in a group of their own: a background save must not meet training's calls."""
+        group = None
+        if runtime.num_processes > 1:
+            group = dist.new_group(backend="gloo")
+        return cls(
+            rank=runtime.process_index,
+            world_size=runtime.num_processes,
+            leads=runtime.is_local_main_process if on_each_node else runtime.is_main_process,
+            on_each_node=on_each_node,
+            group=group,
+        )
+
+    def gather(self, item: T) -> list[T]:
+        """Return every process's item, by rank."""
+        if self.world_size == 1:
+            return [item]
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def from_leader(self, item: T | None) -> T:
+        """Return the main process's item."""
+        if self.world_size == 1:
+            return item  # type: ignore[return-value]
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]  # type: ignore[return-value]

@@ -1,0 +1,319 @@
+"""The one way in which state becomes a checkpoint and back. See [Note: commit] in layout.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..saving import flush
+from . import codec
+from .crew import Crew
+from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, FileFacts
+from .parts import Part, storable
+from .store import Store
+
+_LITTLE = 1 << 16
+CHECKERS = min(8, os.cpu_count() or 1)
+
+
+class CheckpointError(RuntimeError):
+    """Report a checkpoint that could not be made or loaded. Every process raises the same."""
+
+
+@dataclass(kw_only=True)
+class LoadReport:
+    """What a load found and did."""
+
+    path: str
+    missing: list[str] = field(default_factory=list)
+    """What is prepared here and is not in the checkpoint."""
+    extra: list[str] = field(default_factory=list)
+    """What is in the checkpoint and is not prepared here."""
+    changes: list[str] = field(default_factory=list)
+    """What differs from the run that saved it, and what was derived anew."""
+
+    def __bool__(self) -> bool:
+        """Tell whether there is anything to say."""
+        return bool(self.missing or self.extra or self.changes)
+
+    def __str__(self) -> str:
+        """Say it."""
+        lines = [f"missing in {self.path}: {item}" for item in self.missing]
+        lines += [f"in {self.path}, but not prepared here: {item}" for item in self.extra]
+        return "\n".join([*lines, *self.changes])
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A checkpoint on its way: its folder exists, its states are captured, nothing is committed."""
+
+    store: Store
+    name: str
+    token: str
+    folder: Path
+    parts: Sequence[Part] = ()
+    step: int
+    iteration: int | None
+    states: dict[str, Any] = field(default_factory=dict)
+    """What was captured already, because all processes had to or because training goes on."""
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return str(self.store.path(self.name))
+
+    def state_of(self, part: Part) -> Any:
+        """Return a part's state: what was captured, else what is live."""
+        if part.name in self.states:
+            return self.states[part.name]
+        with naming(part, "could not be captured"):
+            return part.capture()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A checkpoint whose files are within reach."""
+
+    path: str
+    folder: Path
+    record: CommitRecord | None
+    """None for one of accelerate 1.x."""
+
+
+class CheckpointEngine:
+    """Save parts to a store and load them from it, together with the other processes."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+
+    def open(self, store: Store, name: str, *, step: int, iteration: int | None) -> Draft:
+        """Make the folder in which a checkpoint will be written."""
+        token, folder = self.crew.from_leader(uuid.uuid4().hex[:8]), Path()
+        with self.together(f"checkpoint {store.path(name)} was not made"):
+            if self.crew.leads:
+                store.settle(name if iteration is None else None)
+        with self.together(f"checkpoint {store.path(name)} was not made"):
+            folder = store.draft(name, token)
+        return Draft(store=store, name=name, token=token, folder=folder, step=step, iteration=iteration)
+
+    def written_here(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts that this process writes."""
+        return [part for part in parts if part.per_rank or self.crew.leads]
+
+    def finish(self, draft: Draft) -> None:
+        """Write and commit, or raise the same error on every process and leave nothing behind."""
+        facts: dict[str, FileFacts] = {}
+        with self.together(f"checkpoint {draft.path} was not made", draft):
+            facts = write_parts(draft, self.written_here(draft.parts))
+            if not draft.store.is_shared:
+                facts = all_files(draft.folder, facts)
+            draft.store.publish(draft.folder, draft.name, draft.token)
+        announced = {file: fact for files in self.crew.gather(facts) for file, fact in files.items()}
+        with self.together(f"checkpoint {draft.path} was not committed", draft):
+            if self.crew.leads:
+                record = CommitRecord(
+                    num_processes=self.crew.world_size,
+                    parts={part.name: part.file for part in draft.parts},
+                    files=self._files(draft, announced),
+                    step=draft.step,
+                    iteration=draft.iteration,
+                    versions={
+                        "accelerate": version("accelerate"),
+                        "torch": torch.__version__,
+                        "python": platform.python_version(),
+                    },
+                )
+                draft.store.commit(draft.folder, draft.name, draft.token, record)
+        if not draft.store.is_shared:
+            draft.store.discard(draft.folder)
+
+    def _files(self, draft: Draft, announced: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        """Return the facts of every file, those that hooks wrote too."""
+        if not draft.store.is_shared:
+            return announced
+        files = all_files(draft.folder, announced)
+        unseen = sorted(announced.keys() - files.keys())
+        if unseen and not self.crew.on_each_node:
+            raise FileNotFoundError(
+                f"{', '.join(unseen[:4])} was written by another process but is not in {draft.folder} as the main "
+                "process sees it. Save to a folder that all machines share, or use "
+                "ProjectConfiguration(save_on_each_node=True)."
+            )
+        return files
+
+    @contextmanager
+    def fetched(self, store: Store, name: str, wanted: Callable[[str], bool], verify: str) -> Iterator[Fetched]:
+        """Bring a checkpoint's files within reach, and check them."""
+        folder, record = Path(), None
+        with self.together(f"{store.path(name)} was not loaded"):
+            folder = store.fetch(name, wanted)
+            record = self._verified(folder, verify, store.is_shared)
+        try:
+            yield Fetched(path=str(store.path(name)), folder=folder, record=record)
+        finally:
+            store.release(folder)
+
+    def load(
+        self,
+        source: Fetched,
+        parts: Sequence[Part],
+        *,
+        strict: bool,
+        load_options: dict[str, Any],
+        optional: Sequence[str] = (),
+    ) -> LoadReport:
+        """Read everything, object to what does not fit, and only then restore."""
+        report = LoadReport(path=source.path)
+        states: dict[str, Any] = {}
+        with self.together(f"{source.path} was not loaded"):
+            objections: list[str] = []
+            for part in parts:
+                path = source.folder / part.file
+                if not path.is_file():
+                    if part.name not in optional:
+                        report.missing.append(f"{part.name} ({part.file})")
+                    continue
+                with naming(part, "cannot be read"):
+                    states[part.name] = codec.read(path, **load_options)
+                    objection = part.objection(states[part.name])
+                if objection is not None:
+                    objections.append(f"{part.name} was saved {objection}")
+            known = {part.name for part in parts}
+            if source.record is not None:
+                report.extra = [f"{part} ({file})" for part, file in source.record.parts.items() if part not in known]
+            if objections:
+                raise ValueError("; ".join(objections))
+            if strict and (report.missing or report.extra):
+                raise ValueError(f"it does not fit what was prepared.\n{report}\nstrict=False loads the rest")
+        with self.together(f"{source.path} was loaded in part"):
+            for part in parts:
+                if part.name in states:
+                    with naming(part, "could not be restored"):
+                        part.restore(states.pop(part.name))
+        return report
+
+    def _verified(self, folder: Path, verify: str, all_files_are_here: bool) -> CommitRecord | None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        record_file = folder / COMMIT_FILE
+        if not record_file.is_file():
+            if (folder / PROGRESS_FILE).is_file():
+                raise FileNotFoundError(f"{COMMIT_FILE} is missing")
+            return None  # accelerate 1.x
+        record = CommitRecord.from_json(record_file.read_text(encoding="utf-8"))
+        for file, facts in record.files.items():
+            path = folder / file
+            if not path.is_file():
+                if not all_files_are_here:  # another rank's, which was not downloaded
+                    continue
+                raise FileNotFoundError(f"{file} is missing")
+            if path.stat().st_size != facts.size:
+                raise ValueError(f"{file} has {path.stat().st_size} bytes instead of {facts.size}: it is damaged")
+        if verify == "hash":
+            self._check_contents(folder, record, all_files_are_here)
+        return record
+
+    def _check_contents(self, folder: Path, record: CommitRecord, is_shared: bool) -> None:
+        """Read every byte; processes that see the same files share them."""
+        mine = sorted(record.files)[self.crew.rank :: self.crew.world_size] if is_shared else sorted(record.files)
+        with ThreadPoolExecutor(CHECKERS) as checkers:
+            for file in (file for file in mine if (folder / file).is_file()):
+                if codec.facts_of(folder / file, checkers) != record.files[file]:
+                    raise ValueError(f"{file} is damaged: its contents are not what was saved (the checksum differs)")
+
+    def together(self, what: str, draft: Draft | None = None) -> _Together:
+        """Return a block that every process passes, or none."""
+        return _Together(self.crew, what, draft)
+
+
+class _Together:
+    """A block that every process passes, or none: one that fails is named by all."""
+
+    def __init__(self, crew: Crew, what: str, draft: Draft | None) -> None:
+        self.crew, self.what, self.draft = crew, what, draft
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        said = None if error is None else f"{_named(error)}"
+        failures = {rank: text for rank, text in enumerate(self.crew.gather(said)) if text is not None}
+        if not failures:
+            return
+        if self.draft is not None and (self.crew.leads or not self.draft.store.is_shared):
+            self.draft.store.discard(self.draft.folder)
+        rank, text = next(iter(failures.items()))
+        others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        where = f"rank {rank}{others}: " if self.crew.world_size > 1 else ""
+        kept = " Earlier checkpoints are untouched." if self.draft is not None else ""
+        raise CheckpointError(f"{self.what}: {where}{text}.{kept}") from error
+
+
+@contextmanager
+def naming(part: Part, what: str, folder: Path | None = None) -> Iterator[None]:
+    """Say which part and file an error is about; torch's own do not say that a disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, codec.UnsafeFileError):
+            raise
+        is_full = folder is not None and shutil.disk_usage(folder).free < _LITTLE
+        reason = os.strerror(errno.ENOSPC) if is_full else _named(error)
+        raise ValueError(f"{part.name} ({part.file}) {what}: {reason}") from error
+
+
+def _named(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    return (
+        str(error).rstrip(".")
+        if isinstance(error, (ValueError, FileNotFoundError))
+        else f"{type(error).__name__}: {error}"
+    )
+
+
+def write_parts(draft: Draft, parts: Sequence[Part]) -> dict[str, FileFacts]:
+    """Write parts one after another; one is flushed and checked while the next is written.
+
+    The last ones are written first: optimizers are larger than models, and what comes last has nothing to hide behind.
+    """
+    with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(CHECKERS) as checkers:
+        pending: dict[str, tuple[Future[None], Future[FileFacts]]] = {}
+        for part in reversed(parts):
+            path = draft.folder / part.file
+            state = draft.state_of(part)
+            with naming(part, "could not be written", draft.folder):
+                codec.write(storable(part, state), path)
+            pending[part.file] = (pool.submit(flush, path), pool.submit(codec.facts_of, path, checkers))
+        facts: dict[str, FileFacts] = {}
+        for file, (flushed, checked) in pending.items():
+            flushed.result()
+            facts[file] = checked.result()
+    return facts
+
+
+def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]:
+    """Return the facts of every file in a folder, finding out those that are not known."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found.pop(COMMIT_FILE, None)
+    with ThreadPoolExecutor(CHECKERS) as checkers:
+        facts = {}
+        for file, path in found.items():
+            if file not in known:
+                flush(path)
+            facts[file] = known.get(file) or codec.facts_of(path, checkers)
+    return facts

@@ -1,0 +1,113 @@
+"""Names of files and folders, and the record that makes a folder a checkpoint.
+
+[Note: commit] A checkpoint is written into `<name>.partial-<id>/` and flushed; then `commit.json` is written into it,
+which lists every file with its size and hash; then the folder is renamed to `<name>`. Only then is anything deleted,
+and what is deleted is first renamed to `<name>.removed-<id>`. So a folder under its own name is whole at any moment.
+When a folder is replaced, the old one is moved to `<name>.replaced-<id>` before the new one takes its name: if the
+process dies between the two, the new one has its record already, and whoever looks next gives it its name. What the
+old folder held beside its checkpoint is moved into the new one; only saves delete what is left over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT = 1
+COMMIT_FILE = "commit.json"
+PROGRESS_FILE = "progress.bin"
+SCALER_FILE = "scaler.pt"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+_UNFINISHED = re.compile(r"^(?P<name>.+)\.(?P<state>partial|removed|replaced)-(?P<id>[0-9a-f]{8})$")
+_PUBLISHED = re.compile(
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+)
+_AUTOMATIC = re.compile(r"^checkpoint_(?P<iteration>\d+)$")
+
+
+def numbered(stem: str, index: int, suffix: str) -> str:
+    """Return the published name of the index-th file of a kind: `model.safetensors`, `model_1.safetensors`."""
+    return f"{stem}{f'_{index}' if index else ''}{suffix}"
+
+
+def random_states_file(rank: int) -> str:
+    """Return the file of one rank's generators."""
+    return f"random_states_{rank}.pkl"
+
+
+def custom_file(index: int) -> str:
+    """Return the file of a registered object."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def automatic_name(iteration: int) -> str:
+    """Return the name of an automatic checkpoint."""
+    return f"checkpoint_{iteration}"
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the number of an automatic checkpoint, or None for another name."""
+    found = _AUTOMATIC.match(name)
+    return int(found["iteration"]) if found else None
+
+
+def unfinished(name: str) -> tuple[str, str] | None:
+    """Return (name, "partial", "removed" or "replaced") for a folder on its way in or out, or None."""
+    found = _UNFINISHED.match(name)
+    return (found["name"], found["state"]) if found else None
+
+
+def is_published(name: str) -> bool:
+    """Tell whether this is the name of a file of a checkpoint, of this version or of accelerate 1.x."""
+    return name in (COMMIT_FILE, PROGRESS_FILE) or _PUBLISHED.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """What must be true of a file."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRecord:
+    """What a committed checkpoint says about itself."""
+
+    num_processes: int
+    parts: Mapping[str, str]
+    """Part -> its file; a part of every rank has `{rank}` in it."""
+    files: Mapping[str, FileFacts]
+    folder: str = ""
+    """Where the files are, seen from the record: beside it on a disk, in `data-<token>` behind a URL."""
+    step: int = 0
+    iteration: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Write it down."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> CommitRecord:
+        """Read it; raise ValueError where it is not one, or from a newer version."""
+        try:
+            read: dict[str, Any] = json.loads(text)
+            read["files"] = {name: FileFacts(**facts) for name, facts in read["files"].items()}
+            record = cls(**read)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{COMMIT_FILE} is damaged: {error}") from error
+        if record.format > FORMAT:
+            raise ValueError(f"it was written by a newer version (format {record.format}, this one reads {FORMAT})")
+        for name in (*record.files, record.folder):
+            if name.startswith("/") or ".." in name.split("/") or "\\" in name:
+                raise ValueError(f"{COMMIT_FILE} names a file outside of its folder: {name!r}")
+        return record

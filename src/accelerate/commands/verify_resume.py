@@ -1,0 +1,131 @@
+"""`accelerate verify-resume`: run a script whole, and again with a kill and a resume, and compare every step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.options import OPTIONS, spellings
+from .parser import Parser, add_options
+
+_DESCRIPTION = (
+    "Run a script for some steps; run it again, kill it in the middle and start it once more; compare the loss, the "
+    "learning rates, the position in the data and the random state of every step after the resume. The script must "
+    "call save_state and, at its start, resume (or load_state). Its checkpoints go to a temporary folder."
+)
+
+
+def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the verb, alone or as one of the command's verbs."""
+    parser: argparse.ArgumentParser = (
+        Parser("accelerate verify-resume", description=_DESCRIPTION)
+        if subparsers is None
+        else subparsers.add_parser(
+            "verify-resume", help="prove that a script resumes exactly", description=_DESCRIPTION
+        )
+    )
+    parser.usage = (
+        "accelerate verify-resume [--steps N] [--kill_at K] [options of accelerate launch] SCRIPT [ARGUMENTS]"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="backward passes to compare (default: 20)")
+    parser.add_argument(
+        *spellings("kill_at"), type=int, default=None, help="backward pass after which it is killed (default: half)"
+    )
+    parser.add_argument(*spellings("config_file"), help="settings from this YAML file", metavar="FILE")
+    add_options(parser, OPTIONS)
+    parser.add_argument("training_script", help="the script, or with -m the module")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.set_defaults(run=verify_resume_command)
+    return parser
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command."""
+    verify_resume_parser(verbs)
+
+
+def verify_resume_command(args: argparse.Namespace) -> None:
+    """Run the script three times and say whether the resume is a resume."""
+    kill_at = args.steps // 2 if args.kill_at is None else args.kill_at
+    if not 0 < kill_at < args.steps:
+        raise SystemExit(f"accelerate verify-resume: --kill_at {kill_at} must lie between 0 and --steps {args.steps}.")
+    words = _launch_words(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as folder:
+        whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
+        whole.mkdir()
+        resumed.mkdir()
+        _say(f"{args.steps} steps without interruption …")
+        _run(words, whole, args.steps, None)
+        _say(f"again, killed after step {kill_at} …")
+        _run(words, resumed, args.steps, kill_at)
+        _say("and started once more …")
+        _run(words, resumed, args.steps, None)
+        raise SystemExit(_judge(whole, resumed, args.steps, kill_at))
+
+
+def _launch_words(words: Sequence[str]) -> list[str]:
+    """Return what `accelerate launch` is to be told: everything but this verb and its own two options."""
+    rest: list[str] = []
+    remaining = list(words)
+    own = {"--steps", *spellings("kill_at")}
+    script_seen = False
+    while remaining:
+        word = remaining.pop(0)
+        if not script_seen and word == "verify-resume":
+            continue
+        if not script_seen and word.partition("=")[0] in own:
+            if "=" not in word:
+                remaining.pop(0)
+            continue
+        script_seen = script_seen or word.endswith(".py")
+        rest.append(word)
+    return rest
+
+
+def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> None:
+    from ..checkpoint import trace
+    from ..config.environment import TRACE_FOLDER
+
+    variables = {TRACE_FOLDER: str(folder), trace.LAST: str(last)}
+    if kill_at is not None:
+        variables[trace.KILL_AT] = str(kill_at)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    if (ended.returncode == 0) == (kill_at is not None):
+        sys.stderr.write(ended.stdout[-2000:] + ended.stderr[-6000:])
+        expected = "it should have been killed" if kill_at is not None else f"it failed with {ended.returncode}"
+        raise SystemExit(f"accelerate verify-resume: the script cannot be compared: {expected}.")
+
+
+def _judge(whole: Path, resumed: Path, steps: int, kill_at: int) -> int:
+    from ..checkpoint.trace import first_difference
+
+    ranks = sorted(int(file.stem.removeprefix("rank_")) for file in whole.glob("rank_*.jsonl"))
+    if not ranks:
+        _say("no backward pass was seen: does the script call accelerator.backward?")
+        return 2
+    marks = [resumed / f"rank_{rank}.resumed" for rank in ranks]
+    if not all(mark.is_file() for mark in marks):
+        _say(f"the second start did not load a checkpoint. Was one saved before step {kill_at}, and does the script "
+             "call accelerator.resume() or load_state?")  # fmt: skip
+        return 2
+    after = min(int(mark.read_text(encoding="utf-8")) for mark in marks)
+    differences = [found for rank in ranks if (found := first_difference(whole, resumed, rank, after)) is not None]
+    if not differences:
+        _say(f"exact: steps {after + 1} to {steps} after the resume are bit for bit those of the uninterrupted run, "
+             f"on {len(ranks)} process(es).")  # fmt: skip
+        return 0
+    first = min(differences, key=lambda difference: difference.step)
+    _say(f"NOT the same: killed after step {kill_at}, resumed from step {after}; at step {first.step} on rank "
+         f"{first.rank} these differ: {', '.join(first.fields)}.")  # fmt: skip
+    return 1
+
+
+def _say(sentence: str) -> None:
+    print(f"accelerate verify-resume: {sentence}", flush=True)

@@ -1,0 +1,62 @@
+"""A run that is asked to leave saves at one step on all ranks, ends with 75, and goes on from there."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run_accelerate, start_accelerate
+
+SCRIPT = """
+import os, time
+import torch
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+accelerator = Accelerator(project_config=ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True))
+model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(200.0), batch_size=1))
+resumed = accelerator.resume() is not None
+for batch in loader:
+    print(int(batch), flush=True)
+    open(f"seen_{int(batch)}", "w").close()
+    if not resumed:
+        time.sleep(0.1)
+    accelerator.save_if_preempted()
+"""
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("way", ["signal", "file"])
+def test_the_run_saves_and_leaves_and_the_next_start_goes_on(way: str, processes: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("launch", "--cpu", "--num_processes", processes, "--max_restarts", 1 if processes == 2 else 0, "train.py")
+    process = start_accelerate(*words, directory=tmp_path)
+    wait_for(tmp_path / "seen_5")
+    if way == "signal":
+        process.send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "PREEMPT").touch()
+    printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == 75, complaints
+    reason = "SIGTERM" if way == "signal" else "PREEMPT"
+    assert re.search(f"Asked to leave by .*{reason}.*saved .*checkpoint_0", complaints), complaints
+    assert "the run failed" not in complaints
+    assert not (tmp_path / "run" / "PREEMPT").exists(), "the next start is not asked to leave"
+    seen = [int(line) for line in printed.split()]
+    again = run_accelerate(*words, directory=tmp_path)
+    assert again.code == 0, again.complaints
+    later = [int(line) for line in again.printed.split()]
+    assert sorted(seen + later) == list(range(200)), "every sample once"
