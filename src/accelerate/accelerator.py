@@ -840,6 +840,9 @@ class Accelerator:
         self._schedulers.clear()
         self._dataloaders.clear()
         self.window.reset()
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+            self._checkpointer.staging.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:

@@ -23,7 +23,6 @@ from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.unwrapping import extract_model_from_parallel
 from ..runtime import device as devices
-from ..runtime.nested import recursively_apply
 from ..runtime.runtime import Runtime
 from .crew import Crew
 from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
@@ -41,6 +40,7 @@ from .layout import (
 from .parts import ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
 from .preemption import Preemption
 from .remote import RemoteStore
+from .staging import Staging
 from .store import Found, LocalStore, Store
 from .trace import Trace
 
@@ -72,6 +72,7 @@ class Checkpointer:
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._engine: CheckpointEngine | None = None
+        self.staging = Staging()
         self._background: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._preemption: Preemption | None = None
@@ -149,13 +150,13 @@ class Checkpointer:
             draft.parts = self._parts(models, scaler, suffix, self.runtime.process_index)
             draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective}
             if not wait:
-                draft.states |= {
-                    part.name: _copied(draft.state_of(part)) for part in self.engine.written_here(draft.parts)
-                }
+                own = self.engine.written_here(draft.parts)
+                draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
         if wait:
             self._finish(draft)
         else:
             self._pending = self._thread().submit(self._finish, draft)
+            logger.info("Saving %s in the background from %d MB of copies", draft.path, self.staging.num_bytes >> 20)
         if iteration is not None:
             self.project.iteration = iteration + 1
         return str(draft.path)
@@ -366,11 +367,6 @@ def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _copied(state: Any) -> Any:
-    """Return a copy in the host's memory that training does not touch."""
-    return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def _automatic(store: Store) -> list[Any]:

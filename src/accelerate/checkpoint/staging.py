@@ -1,0 +1,47 @@
+"""Copies for a save in the background: in the host's memory, one set, used again for every save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.nested import recursively_apply
+
+
+class Staging:
+    """Memory that training does not touch. It holds one checkpoint, so at most one save is on its way."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, list[Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much memory is held."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+
+    def copy(self, name: str, state: Any) -> Any:
+        """Copy the tensors of a state; memory that is used again need not be asked for, which is most of the time."""
+        old: list[Tensor] = self._buffers.get(name, [])
+        new: list[Tensor] = []
+        copies: dict[tuple[Any, ...], Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and place in copies:  # tied weights stay tied
+                return copies[place]
+            buffer = old[len(new)] if len(new) < len(old) else None
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            new.append(buffer)
+            copies[place] = buffer.copy_(tensor.detach())
+            return buffer
+
+        staged = recursively_apply(copied, state)
+        self._buffers[name] = new
+        return staged
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
