@@ -11,15 +11,17 @@ import pytest
 
 import accelerate
 import accelerate.data_loader
+import accelerate.launchers
 import accelerate.utils
 
 FACADES: list[ModuleType] = [
     accelerate,
     accelerate.data_loader,
+    accelerate.launchers,
     accelerate.utils,
     *(
         importlib.import_module(f"accelerate.utils.{name}")
-        for name in ("dataclasses", "environment", "memory", "operations", "other", "random")
+        for name in ("constants", "dataclasses", "environment", "memory", "modeling", "operations", "other", "random")
     ),
 ]
 

@@ -21,7 +21,10 @@ _HOME_OF = {
     "InitProcessGroupKwargs": "config.plugins",
     "PartialState": "state",
     "ProfileKwargs": "config.plugins",
+    "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
+    "load_checkpoint_in_model": "checkpoint.model_files",
+    "notebook_launcher": "launchers",
     "skip_first_batches": "data.preparing",
     "synchronize_rng_states": "runtime.random",
 }
@@ -30,6 +33,7 @@ __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
+    from .checkpoint.model_files import load_checkpoint_in_model as load_checkpoint_in_model
     from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from .config.enums import DistributedType as DistributedType
     from .config.plugins import AutocastKwargs as AutocastKwargs
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from .config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from .config.plugins import ProfileKwargs as ProfileKwargs
     from .data.preparing import skip_first_batches as skip_first_batches
+    from .launchers import debug_launcher as debug_launcher
+    from .launchers import notebook_launcher as notebook_launcher
     from .memory import find_executable_batch_size as find_executable_batch_size
     from .runtime.random import synchronize_rng_states as synchronize_rng_states
     from .state import PartialState as PartialState

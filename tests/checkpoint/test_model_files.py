@@ -110,3 +110,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         Accelerator(cpu=True).save_model(Tied(), tmp_path / "file")
+
+
+def test_weights_can_be_converted_on_the_way(tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(Tied(), tmp_path)
+    model = Tied().to(torch.bfloat16)
+    model.body.to(torch.float32)
+    load_checkpoint_in_model(model, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["body"])
+    assert (model.head.weight.dtype, model.body.weight.dtype) == (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="device_map"):
+        load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})

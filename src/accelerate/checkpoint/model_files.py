@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..config.origins import NOT_YET
+from ..errors import UnsupportedSettingError
 from ..saving import clean_state_dict_for_safetensors, flush
 from . import codec
 from .parts import with_ties
@@ -91,7 +95,7 @@ def _remove_older_files(folder: Path, stem: str, suffix: str, keep: set[str]) ->
             path.unlink()
 
 
-def read_model_files(checkpoint: str | Path) -> dict[str, Any]:
+def read_model_files(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a model from a file, an index, or a folder with either."""
     path = Path(checkpoint)
     if path.is_dir():
@@ -126,7 +130,32 @@ def _main_file(folder: Path) -> Path:
     )
 
 
-def load_checkpoint_in_model(model: nn.Module, checkpoint: str | Path, *, strict: bool = False) -> None:
-    """Load a model's weights from a file, an index or a folder, tied ones too."""
-    complete = with_ties(read_model_files(checkpoint), model.state_dict())
-    model.load_state_dict(complete, strict=strict)
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Any = None,
+    offload_folder: Any = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    **others: Any,
+) -> None:
+    """Load a model's weights from a file, an index or a folder, tied ones too.
+
+    `dtype` converts floating-point weights, except in modules named in `keep_in_fp32_modules`.
+    """
+    if device_map is not None or offload_folder is not None or others:
+        asked = "device_map" if device_map is not None else "offload_folder" if offload_folder else ", ".join(others)
+        raise UnsupportedSettingError(f"load_checkpoint_in_model({asked}=...)", NOT_YET, "Leave it out.")
+    state = read_model_files(checkpoint)
+    if dtype is not None:
+        number_format = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        kept = keep_in_fp32_modules or []
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                in_fp32 = any(part in name for part in kept)
+                state[name] = tensor.to(torch.float32 if in_fp32 else number_format)
+    model.load_state_dict(with_ties(state, model.state_dict()), strict=strict)

@@ -38,6 +38,7 @@ def test_command(args: argparse.Namespace) -> None:
     for name, value in typed(args, OPTIONS).items():
         setattr(launch, name, value)
         launch._given |= {name}
+    launch.quiet, launch._given = True, launch._given | {"quiet"}  # the report says what failed, and where
     launch_command(launch)
 
 

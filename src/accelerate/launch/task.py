@@ -1,0 +1,199 @@
+"""A Python function on its way to worker processes: what runs there and what comes back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..config.environment import export_settings, patch_environment, read
+from ..runtime.process import ProcessInfo
+
+# [Note: garbage of the parent]
+# A forked worker inherits what its parent has not collected yet, such as the store of an earlier launch that failed.
+# Its destructor waits for a thread that did not survive the fork: a worker that collected it would hang. So the parent
+# collects before it forks, and a worker never collects what it inherited.
+
+
+class WorkerFailedError(RuntimeError):
+    """Report the worker whose failure ended the launch.
+
+    `rank` says which, `reason` is its exception's type and message, `details` its traceback from the launched function
+    on. What torch saw of it is the `__context__`.
+    """
+
+    def __init__(self, rank: int, reason: str, details: str = "") -> None:
+        self.rank = rank
+        self.reason = reason
+        self.details = details
+        super().__init__(f"Rank {rank} failed with {reason}" + (f"\n\n{details}" if details else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A function, its arguments, and the directory where the workers leave what came of it.
+
+    A forked worker shares the notebook's memory and answers with plain pickle, so that a class of the notebook is
+    the same class when it comes back. A spawned worker knows nothing: cloudpickle carries the code itself, both ways.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    directory: Path
+    start_method: str
+    line_prefix: str | None = None
+
+    @property
+    def forked(self) -> bool:
+        """Tell whether workers share this process's memory, as it was at the start."""
+        return self.start_method == "fork"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        carried = import_module("cloudpickle").dumps((self.function, self.args))
+        return _unpacked, (carried, self.directory, self.start_method, self.line_prefix)
+
+    def run(self) -> None:
+        """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
+        import torch
+
+        if self.forked:
+            gc.freeze()  # [Note: garbage of the parent]
+        here = ProcessInfo.from_environment()
+        _print_whole_lines(self._line_prefix_of(here))
+        if self.forked or read("OMP_NUM_THREADS") is None:
+            torch.set_num_threads(1)  # OpenMP's threads did not survive the fork; and N workers share the cores
+        try:
+            with patch_environment(**export_settings({"fork_launched": self.forked or None})):
+                result = self._call()
+            if here.rank == 0:
+                (self.directory / "result").write_bytes(self._packed(result))
+        except (Exception, SystemExit) as error:
+            self._leave_failure(here.rank, error)
+            raise
+
+    def _line_prefix_of(self, here: ProcessInfo) -> str | None:
+        if self.line_prefix is None:
+            return None
+        return Template(self.line_prefix).safe_substitute(
+            role_name=read("ROLE_NAME") or "", rank=here.rank, local_rank=here.local_rank
+        )
+
+    def _call(self) -> Any:
+        try:
+            return self.function(*self.args)
+        except SystemExit as ending:
+            if ending.code not in (None, 0):
+                raise
+            return None
+
+    def _packed(self, result: Any) -> bytes:
+        try:
+            return bytes((pickle if self.forked else import_module("cloudpickle")).dumps(result))
+        except Exception as error:
+            raise TypeError(
+                f"the function's result, of type {type(result).__qualname__}, cannot be sent back to the notebook "
+                f"({error}): return numbers, tensors or a state_dict, or save it to a file."
+            ) from error
+
+    def _leave_failure(self, rank: int, error: BaseException) -> None:
+        attempt = int(read("TORCHELASTIC_RESTART_COUNT") or 0)
+        trace = error.__traceback__
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            trace = trace.tb_next  # the traceback begins at the launched function
+        failure = {
+            "order": (-attempt, time.time_ns()),  # the last attempt's first failure is the one that ended the launch
+            "rank": rank,
+            "reason": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "details": "".join(traceback.format_exception(type(error), error, trace)).strip(),
+        }
+        draft = self.directory / f"{attempt}-{rank}.draft"
+        draft.write_text(json.dumps(failure))
+        draft.rename(draft.with_suffix(".failure"))  # whole or not there: the launcher may be ending this worker
+
+    def result(self) -> Any:
+        """Return what rank 0 returned; None on a host that does not run rank 0."""
+        path = self.directory / "result"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def failure(self) -> WorkerFailedError | None:
+        """Return the failure that came first: the others are its consequences."""
+        failures = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
+        if not failures:
+            return None
+        first = min(failures, key=lambda failure: failure["order"])
+        return WorkerFailedError(first["rank"], first["reason"], first["details"])
+
+
+def run_task(task: Task) -> None:
+    """Run a task in a worker that torchelastic started."""
+    interrupted = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    reset_signals(interrupt)
+    task.run()
+    if interrupted.is_set():
+        raise KeyboardInterrupt  # the function has dealt with it, but nobody waits for its result any more
+
+
+def reset_signals(on_interrupt: Any) -> None:
+    """Undo the launcher's handlers, which a fork inherits: SIGTERM has to end a worker inside a collective too."""
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def _print_whole_lines(prefix: str | None) -> None:
+    """Print by the line, so that the lines of two ranks are not torn apart and none is lost with its process."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if prefix is None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, write_through=False)
+        elif stream is not None:  # a notebook's stream passes on every piece of a line at once
+            setattr(sys, name, _WholeLines(stream, prefix or ""))
+
+
+class _WholeLines:
+    """A stream that passes whole lines on."""
+
+    def __init__(self, stream: Any, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take text; pass on what is complete."""
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what there is: a progress bar ends no line."""
+        if self._line:
+            self._stream.write(self._prefix + self._line)
+            self._line = ""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _unpacked(carried: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
+    function, args = pickle.loads(carried)
+    return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
