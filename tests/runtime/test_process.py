@@ -10,6 +10,8 @@ MEETING_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMPI_MCA_ess_base_jobid",
+    "OMPI_MCA_orte_hnp_uri",
+    "OMPI_MCA_orte_local_daemon_uri",
     "PBS_JOBID",
     "PMIX_NAMESPACE",
     "SLURM_JOB_ID",
@@ -201,6 +203,24 @@ def test_mpi_on_several_hosts_must_be_told_where_to_meet(monkeypatch: pytest.Mon
         info.meeting_place()
     monkeypatch.setenv("MASTER_ADDR", "head")
     assert info.meeting_place() == "tcp://head:29500"
+
+
+@pytest.mark.parametrize(
+    ("daemon", "host"),
+    [
+        ("943325184.0;tcp://10.0.0.1:49469", "10.0.0.1"),
+        ("943325184.0;tcp://10.0.0.1,192.168.0.1:49469", "10.0.0.1"),
+        ("943325184.0;tcp6://[fd00::1]:49469", "fd00::1"),
+    ],
+)
+def test_openmpi_tells_where_mpirun_was_typed(monkeypatch: pytest.MonkeyPatch, daemon: str, host: str) -> None:
+    place = {"OMPI_MCA_orte_hnp_uri": daemon, "OMPI_MCA_ess_base_jobid": 7}
+    for rank in (0, 1):
+        own = daemon if rank == 0 else "943325184.1;tcp://10.0.0.2:55427"
+        info = started_with(monkeypatch, **openmpi(rank, 2, 0, 1), **place, OMPI_MCA_orte_local_daemon_uri=own)
+        meeting = info.meeting_place()
+        assert meeting is not None
+        assert meeting.startswith(f"tcp://{host}:" if "::" not in host else f"tcp://[{host}]:")
 
 
 def meeting_places(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, object]) -> list[str | None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.nested import recursively_apply
+
+COPIERS = min(8, os.cpu_count() or 1)
 
 
 class Staging:
@@ -25,6 +29,7 @@ class Staging:
         """Copy the tensors of a state; memory that is used again need not be asked for, which is most of the time."""
         old: list[Tensor] = self._buffers.get(name, [])
         new: list[Tensor] = []
+        sources: list[Tensor] = []
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
@@ -35,10 +40,13 @@ class Staging:
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
             new.append(buffer)
-            copies[place] = buffer.copy_(tensor.detach())
+            sources.append(tensor.detach())
+            copies[place] = buffer
             return buffer
 
         staged = recursively_apply(copied, state)
+        with ThreadPoolExecutor(COPIERS) as pool:  # one thread does not use up the memory's speed
+            list(pool.map(Tensor.copy_, new, sources))
         self._buffers[name] = new
         return staged
 

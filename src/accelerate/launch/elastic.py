@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -179,9 +179,12 @@ class Agent(LocalElasticAgent):
 
     def _make_rendezvous(self) -> RendezvousHandler:
         job = self.job
+        settings: dict[str, Any] = {"timeout": SECONDS_TO_MEET} | job.rendezvous_settings
+        if job.is_static:
+            settings["rank"] = job.machine_rank
         if job.is_static and job.max_restarts > 0:
             return _StoreForEveryAttempt(
-                job.address, job.port, job.machine_rank, job.max_machines, job.run_id, SECONDS_TO_MEET
+                job.address, job.port, job.machine_rank, job.max_machines, job.run_id, int(settings["timeout"])
             )
         # torch recognises its own machine by a loopback address, but not by every name and address it has.
         is_local = job.is_meeting_place and not job.is_static
@@ -193,11 +196,7 @@ class Agent(LocalElasticAgent):
                 min_nodes=job.min_machines,
                 max_nodes=job.max_machines,
                 local_addr=job.local_address,
-                **(
-                    {"timeout": SECONDS_TO_MEET}
-                    | job.rendezvous_settings
-                    | ({"rank": job.machine_rank} if job.is_static else {})
-                ),
+                **settings,
             )
         )
 
@@ -232,8 +231,12 @@ class Agent(LocalElasticAgent):
 
     @contextmanager
     def _notice_of_a_long_wait(self) -> Iterator[None]:
-        place, least = f"{self.job.address}:{self.job.port}", self.job.min_machines
-        sentence = f"after {SECONDS_BEFORE_A_NOTICE} s there are not {least} machines at {place} yet; waiting for more."
+        least, most = self.job.min_machines, self.job.max_machines
+        wanted = f"{most}" if least == most else f"{least} to {most}"
+        place = f"{self.job.address}:{self.job.port}"
+        sentence = (
+            f"for {SECONDS_BEFORE_A_NOTICE} s this machine has waited at {place} for others; {wanted} are wanted."
+        )
         timer = threading.Timer(SECONDS_BEFORE_A_NOTICE, say, [sentence])
         timer.daemon = True
         timer.start()

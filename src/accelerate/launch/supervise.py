@@ -40,7 +40,7 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
     folder = kept or Path(tempfile.mkdtemp(prefix="accelerate_"))
     kills_before = _out_of_memory_kills()
     variables = plan.variables | {LAUNCHER: str(os.getpid())}
-    if plan.min_machines != plan.num_machines:
+    if plan.backend != "static":
         # With the shared store, torch's agents do not recover from the loss of a peer.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:

@@ -178,7 +178,7 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
     lines = [f" {verdict.headline}{host}"]
     lines += _evidence(culprit, width)
     if verdict.elsewhere and num_machines > 1:
-        lost = "it only lost its peers, and no machine has said why: a launcher was killed, or its machine is gone"
+        lost = "it only lost its peers: the cause is on another machine, which has not said why (killed, or gone)"
         lines += _field("but", lost, width)
     if verdict.alike:
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)

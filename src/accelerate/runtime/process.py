@@ -35,7 +35,7 @@ class ProcessInfo:
             return None
         host = environment.read("MASTER_ADDR") or _first_host(self)
         port = environment.read("MASTER_PORT") or port_of_this_job(self)
-        return f"tcp://{host}:{port}"
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _from_launcher(launcher: LauncherVariables, found: dict[str, str]) -> ProcessInfo:
