@@ -29,7 +29,6 @@ from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,
-    CommitRecord,
     automatic_name,
     custom_file,
     iteration_of,
@@ -76,6 +75,7 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._preemption: Preemption | None = None
+        self._told_target = False
         self.trace: Trace | None = None
         """The diary of a run that is being verified; its checkpoints go where the diary is."""
 
@@ -141,14 +141,16 @@ class Checkpointer:
     def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
         """Make a checkpoint of everything; return its path."""
         self.wait()
+        self._warn_of_open_window()
         store, name, iteration = self._target(target)
         draft = self.engine.open(store, name, step=self.prepared.window.step, iteration=iteration)
         suffix = ".safetensors" if safe_serialization else ".bin"
         models = self._own_models()
         with self.engine.together(f"checkpoint {draft.path} was not made", draft):
-            models = self._after_save_hooks(models, draft.folder)
+            models, weights = self._after_save_hooks(models, draft.folder)
             draft.parts = self._parts(models, scaler, suffix, self.runtime.process_index)
             draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective}
+            draft.states |= {part.name: state for part, state in zip(draft.parts, weights, strict=False)}
             if not wait:
                 own = self.engine.written_here(draft.parts)
                 draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
@@ -161,15 +163,28 @@ class Checkpointer:
             self.project.iteration = iteration + 1
         return str(draft.path)
 
-    def _after_save_hooks(self, models: list[nn.Module], folder: Path) -> list[nn.Module]:
-        """Let hooks write what they like, and take back the models whose weights they took from the list."""
+    def _warn_of_open_window(self) -> None:
+        window = self.prepared.window
+        if not window.gradient_state.sync_gradients and self.runtime.is_main_process:
+            logger.warning(
+                "save_state() was called in the middle of an accumulation window: the gradients of its first %d of %d "
+                "micro-batches are not part of a checkpoint, and a run that resumes here steps without them. Save "
+                "`if accelerator.sync_gradients`.",
+                window.step % window.gradient_state.num_steps,
+                window.gradient_state.num_steps,
+            )
+
+    def _after_save_hooks(self, models: list[nn.Module], folder: Path) -> tuple[list[nn.Module], list[dict[str, Any]]]:
+        """Let hooks write what they like; what is left in the list of weights, as it is then, is still to be saved."""
         if not self.save_hooks:
-            return models
-        weights: list[dict[str, Any]] = [model.state_dict() for model in models]
-        owners = {id(state): model for state, model in zip(weights, models, strict=True)}
+            return models, []
+        before = [model.state_dict() for model in models]
+        handed, weights = list(models), list(before)
         for hook in self.save_hooks.values():
-            hook(models, weights, str(folder))
-        return [owners[id(state)] for state in weights]
+            hook(handed, weights, str(folder))
+        owners = {id(state): model for state, model in zip(before, models, strict=True)}
+        last = len(models) - 1
+        return [owners.get(id(state), models[min(index, last)]) for index, state in enumerate(weights)], weights
 
     def _finish(self, draft: Draft) -> None:
         self.engine.finish(draft)
@@ -204,9 +219,15 @@ class Checkpointer:
     def _target(self, target: str | None) -> tuple[Store, str, int | None]:
         if target is not None and not self.project.automatic_checkpoint_naming:
             return (*self._place(target), None)
+        if target is not None and not self._told_target and self.runtime.is_main_process:
+            self._told_target = True
+            logger.warning("save_state(%r): the folder is not used, because names are automatic here.", target)
         store = self._automatic_store("save_state")
-        last = max((iteration_of(found.name) or 0 for found in _automatic(store)), default=-1)
-        iteration = self.engine.crew.from_leader(max(self.project.iteration, last + 1))
+        iteration = self.project.iteration
+        with self.engine.together("the next checkpoint has no name"):
+            if self.runtime.is_main_process:  # the others could look while it is still deleting
+                iteration = max([iteration, *(1 + (iteration_of(found.name) or 0) for found in _automatic(store))])
+        iteration = self.engine.crew.from_leader(iteration)
         return store, automatic_name(iteration), iteration
 
     def _automatic_store(self, caller: str) -> Store:
@@ -258,7 +279,7 @@ class Checkpointer:
             for part in parts:
                 if isinstance(part, ModelPart):
                     part.load_options |= model_options
-            changes = self._another_world(parts, fetched.record)
+            changes = self._another_world(parts, fetched.num_processes)
             optional = ["progress"] if fetched.record is None else []  # accelerate 1.x keeps no positions
             report = self.engine.load(fetched, parts, strict=strict, load_options=load_options, optional=optional)
         report.changes = changes
@@ -315,16 +336,15 @@ class Checkpointer:
         own = (random_states_file(self.runtime.process_index), random_states_file(0))
         return not file.startswith("random_states_") or file in own
 
-    def _another_world(self, parts: list[Part], saved: CommitRecord | None) -> list[str]:
-        """Where the number of processes changed, derive the generators of every rank anew from rank 0's."""
+    def _another_world(self, parts: list[Part], there: int) -> list[str]:
+        """Where the number of processes changed, derive the generators of the other ranks from rank 0's."""
         here = self.runtime.num_processes
-        if saved is None or saved.num_processes == here:
+        if there in (0, here):
             return []
         parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
         return [
-            f"saved on {saved.num_processes} processes, loaded on {here}: the positions of the loaders are global and "
-            "were kept",
-            f"generators of {here} ranks were derived from rank 0's state, the step and the rank",
+            f"saved on {there} processes, loaded on {here}: the positions of the loaders are global and were kept",
+            "rank 0 keeps its generators; those of the other ranks were derived from them, the step and the rank",
         ]
 
     def _tell(self, report: LoadReport) -> None:
@@ -337,7 +357,10 @@ class _DerivedRandomPart(RandomPart):
     """Generators for ranks that did not exist when the checkpoint was made."""
 
     def restore(self, state: Any) -> None:
-        """Seed every generator from rank 0's state, the step and the rank."""
+        """Seed every generator from rank 0's state, the step and the rank; the order of the data comes from rank 0."""
+        if self.runtime.is_main_process:
+            super().restore(state)
+            return
         self.window.step = state["step"]
         text = bytes(state["torch_manual_seed"].tolist()) + f"{state['step']},{self.runtime.process_index}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
@@ -355,6 +378,8 @@ def _place(target: str) -> tuple[Store, str]:
     """Return the store and the name of a folder or URL."""
     if "://" not in target:
         target = os.path.abspath(os.path.expanduser(target))
+        if os.path.islink(target):  # what it names is replaced, and not the link
+            target = os.path.realpath(target)
     parent, _, name = target.rstrip("/").rpartition("/")
     return _store(parent or "/"), name
 

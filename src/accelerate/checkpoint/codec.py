@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
+import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from functools import cache
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import torch
@@ -52,14 +57,20 @@ def read(path: Path, **load_options: Any) -> Any:
         return load_file(path)
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True} | load_options
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(_plain_data()):
             return torch.load(path, **options)
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
-            f"{path} is not loaded, because it holds more than data: {_first_line(error)} If you trust where it comes "
+            f"{path} is not loaded, because it holds more than data{_culprit(error)}. If you trust where it comes "
             "from, allow the class with torch.serialization.add_safe_globals, or pass "
-            'load_kwargs={"weights_only": False}.'
+            'load_kwargs={"weights_only": False}'
         ) from error
+
+
+def strangers_in(path: Path) -> list[str]:
+    """Return the names of the classes in a file that `read` will refuse; tensors are not read."""
+    with torch.serialization.safe_globals(_plain_data()):
+        return torch.serialization.get_unsafe_globals_in_checkpoint(path)
 
 
 def facts_of(path: Path, pool: ThreadPoolExecutor) -> FileFacts:
@@ -85,13 +96,33 @@ def _crc_of_block(path: Path, start: int) -> int:
     return crc
 
 
-def _numpy_globals() -> list[Any]:
-    """Return what the generators of NumPy are made of: arrays of numbers."""
+@cache
+def _plain_data() -> list[Any]:
+    """Return what torch does not know as data and yet is: numbers of NumPy, whose generators need them, dates, paths.
+
+    NumPy 2 renamed the module of two functions; files of either version are read by either.
+    """
     import numpy as np
 
-    reconstruct = np.empty(0).__reduce__()[0]
-    return [reconstruct, np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("uint32", "uint64", "int64"))]
+    scalars = [np.dtype(code) for code in np.typecodes["All"] if code != "O"]  # O: any object
+    functions = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64().__reduce__()[0]}
+    renamed = [
+        (function, f"{module}.multiarray.{name}")
+        for name, function in functions.items()
+        for module in ("numpy.core", "numpy._core")
+    ]
+    return [
+        *renamed,
+        np.ndarray,
+        np.dtype,
+        *{type(kind) for kind in scalars},
+        *(bool, int, float, str, list, tuple, dict, set, frozenset, range, slice),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(Decimal, Fraction, PurePosixPath, PosixPath),
+    ]
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _culprit(error: Exception) -> str:
+    """Return the name that torch would not load, which its long message hides."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f" ({found[1]})" if found else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import platform
 import shutil
@@ -20,10 +21,12 @@ import torch
 from ..saving import flush
 from . import codec
 from .crew import Crew
-from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, FileFacts
+from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, FileFacts, is_published, random_states_file
 from .parts import Part, storable
 from .store import Store
 
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
 _LITTLE = 1 << 16
 CHECKERS = min(8, os.cpu_count() or 1)
 
@@ -90,6 +93,25 @@ class Fetched:
     folder: Path
     record: CommitRecord | None
     """None for one of accelerate 1.x."""
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes saved it; accelerate 1.x leaves one file of generators for each."""
+        if self.record is not None:
+            return self.record.num_processes
+        return sum((self.folder / random_states_file(rank)).is_file() for rank in range(len(self.files())))
+
+    def files(self) -> list[str]:
+        """Return the names of the files in its folder."""
+        return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+
+    def beyond(self, parts: Sequence[Part]) -> list[str]:
+        """List what it holds and these parts do not take."""
+        if self.record is not None:
+            known = {part.name for part in parts}
+            return [f"{part} ({file})" for part, file in self.record.parts.items() if part not in known]
+        taken = {part.file for part in parts} | {random_states_file(rank) for rank in range(self.num_processes)}
+        return [file for file in self.files() if is_published(file) and file not in taken]
 
 
 class CheckpointEngine:
@@ -190,9 +212,7 @@ class CheckpointEngine:
                     objection = part.objection(states[part.name])
                 if objection is not None:
                     objections.append(f"{part.name} was saved {objection}")
-            known = {part.name for part in parts}
-            if source.record is not None:
-                report.extra = [f"{part} ({file})" for part, file in source.record.parts.items() if part not in known]
+            report.extra = source.beyond(parts)
             if objections:
                 raise ValueError("; ".join(objections))
             if strict and (report.missing or report.extra):
@@ -212,7 +232,7 @@ class CheckpointEngine:
             if (folder / PROGRESS_FILE).is_file():
                 raise FileNotFoundError(f"{COMMIT_FILE} is missing")
             return None  # accelerate 1.x
-        record = CommitRecord.from_json(record_file.read_text(encoding="utf-8"))
+        record = CommitRecord.from_json(record_file.read_text(encoding="utf-8", errors="replace"))
         for file, facts in record.files.items():
             path = folder / file
             if not path.is_file():
@@ -298,12 +318,29 @@ def write_parts(draft: Draft, parts: Sequence[Part]) -> dict[str, FileFacts]:
             state = draft.state_of(part)
             with naming(part, "could not be written", draft.folder):
                 codec.write(storable(part, state), path)
+                _tell_strangers(part, path)
             pending[part.file] = (pool.submit(flush, path), pool.submit(codec.facts_of, path, checkers))
         facts: dict[str, FileFacts] = {}
         for file, (flushed, checked) in pending.items():
             flushed.result()
             facts[file] = checked.result()
     return facts
+
+
+def _tell_strangers(part: Part, path: Path) -> None:
+    """Warn of what can be saved and will not be loaded, while there is still time to do something about it."""
+    if not part.is_users_own:
+        return
+    strangers = codec.strangers_in(path)
+    if strangers and part.file not in _told:
+        _told.add(part.file)
+        logger.warning(
+            "%s holds %s: load_state will refuse it, because loading classes can execute code. Let state_dict() return "
+            "tensors, numbers, text, lists and dicts, or allow the class before loading: "
+            "torch.serialization.add_safe_globals([...]).",
+            part.file,
+            ", ".join(strangers),
+        )
 
 
 def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]:

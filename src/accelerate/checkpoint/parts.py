@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.position import Position, PositionError
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
 from ..saving import clean_state_dict_for_safetensors
@@ -24,6 +25,8 @@ class Part(ABC):
     """Every process has its own, in a file of its own."""
     is_collective = False
     """Capturing it takes all processes, though one of them writes it."""
+    is_users_own = False
+    """Its state comes from the user's own code, and may hold anything."""
 
     def __init__(self, name: str, file: str) -> None:
         self.name = name
@@ -97,6 +100,8 @@ def with_ties(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 class StatefulPart(Part):
     """Anything with `state_dict` and `load_state_dict`: optimizers, schedulers, the scaler, registered objects."""
 
+    is_users_own = True
+
     def __init__(self, name: str, file: str, owner: Any) -> None:
         super().__init__(name, file)
         self.owner = owner
@@ -112,6 +117,8 @@ class StatefulPart(Part):
 
 class OptimizerPart(StatefulPart):
     """An optimizer, whose groups must be those that were saved."""
+
+    is_users_own = False
 
     def objection(self, state: Any) -> str | None:
         """Compare the groups."""
@@ -169,9 +176,17 @@ class ProgressPart(Part):
         return {"loaders": [loader.state_dict() for loader in self.loaders]}
 
     def objection(self, state: Any) -> str | None:
-        """Compare the number of loaders."""
+        """Compare the number of loaders, and ask each whether it can begin where it was."""
         there, here = len(state["loaders"]), len(self.loaders)
-        return None if there == here else f"with the positions of {there} loaders; {here} are prepared here"
+        if there != here:
+            return f"with the positions of {there} loaders; {here} are prepared here"
+        for loader, position in zip(self.loaders, state["loaders"], strict=True):
+            try:
+                if "batches" in position:  # torchdata's loaders keep a state of their own
+                    Position.from_dict(position).batches_of(loader.base_batch_size)
+            except PositionError as error:
+                return f"at a position that cannot be kept: {error}".rstrip(".")
+        return None
 
     def restore(self, state: Any) -> None:
         """Let every loader go on where it was."""

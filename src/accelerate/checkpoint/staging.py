@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime.nested import recursively_apply
+from ..runtime.nested import leaves
 
 COPIERS = min(8, os.cpu_count() or 1)
 
@@ -44,7 +45,8 @@ class Staging:
             copies[place] = buffer
             return buffer
 
-        staged = recursively_apply(copied, state)
+        copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
+        staged = deepcopy(state, copies_of)  # arrays and lists go on changing too
         with ThreadPoolExecutor(COPIERS) as pool:  # one thread does not use up the memory's speed
             list(pool.map(Tensor.copy_, new, sources))
         self._buffers[name] = new

@@ -205,8 +205,9 @@ class LocalStore:
                 problem = _REASONS[on_its_way[1]]
             elif record is None and problem is None and not is_written_by_1x(path):
                 problem = f"it has no {COMMIT_FILE}"
-            changed = record.time if record is not None else path.stat().st_mtime
-            everything.append(Found(name=path.name, record=record, changed=changed, problem=problem))
+            with suppress(FileNotFoundError):  # another process may be deleting it
+                changed = record.time if record is not None else path.stat().st_mtime
+                everything.append(Found(name=path.name, record=record, changed=changed, problem=problem))
         return sorted(everything, key=lambda item: item.changed)
 
     def _folders(self) -> list[Path]:
@@ -214,7 +215,7 @@ class LocalStore:
 
     def _record(self, path: Path) -> tuple[CommitRecord | None, str | None]:
         try:
-            return CommitRecord.from_json((path / COMMIT_FILE).read_text(encoding="utf-8")), None
+            return CommitRecord.from_json((path / COMMIT_FILE).read_text(encoding="utf-8", errors="replace")), None
         except FileNotFoundError:
             return None, None
         except (OSError, ValueError) as error:

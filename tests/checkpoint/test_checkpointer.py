@@ -1,0 +1,577 @@
+"""`save_state` and `load_state` as a script uses them: names, what is kept, hooks, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.checkpoint import codec
+from accelerate.checkpoint.engine import CheckpointError
+from accelerate.checkpoint.layout import COMMIT_FILE
+from accelerate.utils import set_seed
+from tests.launching import run_script
+from tests.ranks import ranks, run_on_ranks
+from tests.seeds.documents import DIRECTORY, python_blocks
+
+from .published import Tied
+from .runs import Notes, StampedRun
+
+needs_documents = pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the documents are not here: set SEED_DOCUMENTS")
+on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- names and what is kept -------------------------------------------------------------------------------------------
+
+
+def test_automatic_names_count_on_after_a_restart_and_the_newest_are_kept(tmp_path: Path) -> None:
+    for start in range(0, 6, 2):
+        run = StampedRun(tmp_path, project_options={"total_limit": 3})
+        for number in (start, start + 1):
+            run.stamp(number + 1)
+            assert run.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+    assert names(tmp_path / "checkpoints") == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    run = StampedRun(tmp_path)
+    assert run.accelerator.load_state().path.endswith("checkpoint_5")
+    assert run.stamp_of_all() == 6
+    assert run.accelerator.project_configuration.iteration == 6
+
+
+def test_going_back_to_an_older_checkpoint_overwrites_none(tmp_path: Path) -> None:
+    run = StampedRun(tmp_path, project_options={"total_limit": None})
+    for number in range(3):
+        run.stamp(number + 1)
+        run.accelerator.save_state()
+    run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert run.stamp_of_all() == 1
+    assert run.accelerator.save_state().endswith("checkpoint_3")
+    assert len(names(tmp_path / "checkpoints")) == 4
+
+
+def test_the_newest_committed_one_is_found_and_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = StampedRun(tmp_path, project_options={"total_limit": None})
+    for number in range(3):
+        run.stamp(number + 1)
+        run.accelerator.save_state()
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "checkpoint_2" / COMMIT_FILE).write_text("{")
+    (checkpoints / "checkpoint_3.partial-0123abcd").mkdir()
+    (checkpoints / "checkpoint_4").mkdir()
+    (checkpoints / "notes").mkdir()
+    assert run.accelerator.load_state().path.endswith("checkpoint_1")
+    passed_over = re.findall(r"Passed over \S+/(\S+): (.*)\.", caplog.text)
+    assert [name for name, _ in passed_over] == ["checkpoint_4", "checkpoint_3.partial-0123abcd", "checkpoint_2"]
+    assert passed_over[0][1] == f"it has no {COMMIT_FILE}"
+    assert passed_over[1][1] == "it was not finished"
+    assert "damaged" in passed_over[2][1]
+    assert (checkpoints / "checkpoint_3.partial-0123abcd").is_dir(), "loading deletes nothing"
+    run.accelerator.save_state()
+    assert names(checkpoints) == [*(f"checkpoint_{number}" for number in (0, 1, 2, 4, 5)), "notes"]
+
+
+def test_without_any_checkpoint_there_is_an_error_that_says_where(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"found no checkpoint in {tmp_path}"):
+        StampedRun(tmp_path).accelerator.load_state()
+    accelerator = Accelerator(cpu=True)
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ValueError, match="no project folder was given"):
+            call()
+
+
+def test_a_folder_beside_automatic_names_is_not_used_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = StampedRun(tmp_path)
+    for _ in range(2):
+        run.accelerator.save_state(tmp_path / "mine")
+    assert names(tmp_path) == ["checkpoints"]
+    assert caplog.text.count("the folder is not used") == 1
+
+
+def test_a_folder_of_results_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text("{}")
+    run = StampedRun()
+    for number in (1, 2):
+        run.stamp(number)
+        run.accelerator.save_state(tmp_path / "out")
+    assert (tmp_path / "out" / "results.json").read_text() == "{}"
+    assert names(tmp_path) == ["out"]
+    run.stamp(3)
+    run.accelerator.load_state(tmp_path / "out")
+    assert run.stamp_of_all() == 2
+
+
+def save_many(folder: Path) -> int:
+    run = StampedRun(folder)
+    for number in range(9):
+        run.stamp(number)
+        run.accelerator.save_state(wait=number % 3 > 0)
+    run.accelerator.load_state()
+    return run.stamp_of_all()
+
+
+def test_saves_that_follow_each_other_do_not_meet_the_deleting_of_the_last(tmp_path: Path) -> None:
+    assert run_on_ranks(3, save_many, folder=tmp_path) == [8, 8, 8]
+    assert names(tmp_path / "checkpoints") == ["checkpoint_8"]
+
+
+def save_on_two_hosts(folder: Path) -> list[str]:
+    """Let ranks 0 and 1 be one host and ranks 2 and 3 another; a path that means another folder on each is theirs."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    here = folder / f"host-{rank // 2}"
+    here.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(here)
+    try:
+        run = StampedRun("/proc/self/cwd", project_options={"save_on_each_node": True})
+        for number in (1, 2):
+            run.stamp(number)
+            run.accelerator.save_state()
+        run.stamp(3)
+        run.accelerator.load_state(verify="hash")
+        assert run.stamp_of_all() == 2
+        return names(here / "checkpoints" / "checkpoint_1")
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
+def test_every_host_keeps_a_whole_checkpoint_of_its_own(tmp_path: Path) -> None:
+    first, _, second, _ = run_on_ranks(4, save_on_two_hosts, folder=tmp_path)
+    common = {COMMIT_FILE, "model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "progress.bin"}
+    common |= {"custom_checkpoint_0.pkl"}
+    assert set(first) == common | {"random_states_0.pkl", "random_states_1.pkl"}
+    assert set(second) == common | {"random_states_2.pkl", "random_states_3.pkl"}
+    assert names(tmp_path / "host-1" / "checkpoints") == ["checkpoint_1"]
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_registered_is_refused_by_position_and_type() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"these have none: 1: int, 2: str"):
+        accelerator.register_for_checkpointing(Notes(), 3, "text")
+
+
+def accelerator_with(*objects: Any, registered: int = 0) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    have = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": DataLoader(range(4))}
+    accelerator.prepare(*(have[name] for name in objects))
+    for _ in range(registered):
+        accelerator.register_for_checkpointing(Notes())
+    return accelerator, have
+
+
+def load_into_another_run(folder: Path) -> tuple[list[str], list[str], str, bool]:
+    saving, have = accelerator_with("model", "optimizer", "loader", registered=2)
+    saving.save_state(folder)
+    loading, other = accelerator_with("model", "optimizer", "scheduler", "loader", registered=1)
+    with pytest.raises(CheckpointError) as error:
+        loading.load_state(folder)
+    untouched = not torch.equal(have["model"].weight, other["model"].weight)
+    report = loading.load_state(folder, strict=False)
+    assert torch.equal(have["model"].weight, other["model"].weight) or saving.process_index
+    return report.missing, report.extra, str(error.value), untouched
+
+
+@on_one_and_two
+def test_missing_and_extra_parts_are_listed_or_returned(world_size: int, tmp_path: Path) -> None:
+    for missing, extra, error, untouched in run_on_ranks(world_size, load_into_another_run, folder=tmp_path / "ckpt"):
+        assert missing == ["scheduler (scheduler.bin)"]
+        assert extra == ["registered object_1 (custom_checkpoint_1.pkl)"]
+        assert f"missing in {tmp_path / 'ckpt'}: scheduler (scheduler.bin)" in error
+        assert f"in {tmp_path / 'ckpt'}, but not prepared here: registered object_1" in error
+        assert "strict=False loads the rest" in error
+        assert untouched, "nothing is restored where something does not fit"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda a: a.prepare(nn.Linear(3, 2)), r"model \(model.safetensors\)|model was saved weight is \(2, 2\) there"),
+        (lambda a: a.prepare(nn.Linear(2, 2, bias=False)), "with bias, which the model does not have"),
+        (lambda a: a.prepare(nn.Sequential(nn.Linear(2, 2))), "without 0.bias, 0.weight; with bias, weight"),
+        (
+            lambda a: a.prepare(
+                *(lambda m: (m, torch.optim.SGD([{"params": [m.weight]}, {"params": [m.bias]}])))(nn.Linear(2, 2))
+            ),
+            r"parameter groups of \[2\] parameters; here they have \[1, 1\]",
+        ),
+    ],
+)
+def test_a_part_of_another_shape_is_described(prepare: Any, said: str, tmp_path: Path) -> None:
+    saving, _ = accelerator_with("model", "optimizer")
+    saving.save_state(tmp_path / "ckpt")
+    loading = Accelerator(cpu=True)
+    prepare(loading)
+    with pytest.raises(CheckpointError, match=said):
+        loading.load_state(tmp_path / "ckpt", strict=False)
+
+
+def test_a_loader_with_another_batch_size_is_refused_before_anything_is_restored(tmp_path: Path) -> None:
+    def run_with(batch_size: int) -> tuple[Accelerator, nn.Module, Any]:
+        accelerator = Accelerator(cpu=True)
+        model, loader = accelerator.prepare(nn.Linear(2, 2), DataLoader(range(24), batch_size=batch_size))
+        return accelerator, model, loader
+
+    saving, _, loader = run_with(4)
+    for _ in loader:
+        saving.save_state(tmp_path / "ckpt")
+        break
+    loading, model, _ = run_with(3)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match="batches of 3 cannot begin there"):
+        loading.load_state(tmp_path / "ckpt")
+    assert torch.equal(model.weight, before)
+
+
+def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="verify='all' is unknown: choose size"):
+        Accelerator(cpu=True).load_state(tmp_path, verify="all")
+
+
+def test_weights_in_torchs_format_come_back(tmp_path: Path) -> None:
+    run = StampedRun()
+    run.stamp(1)
+    run.accelerator.save_state(tmp_path / "ckpt", safe_serialization=False)
+    assert "pytorch_model.bin" in names(tmp_path / "ckpt")
+    run.stamp(2)
+    run.accelerator.load_state(tmp_path / "ckpt")
+    assert run.stamp_of_all() == 1
+    run.stamp(3)
+    run.accelerator.save_state(tmp_path / "ckpt")
+    assert "pytorch_model.bin" not in names(tmp_path / "ckpt"), "replaced, not mixed"
+    run.accelerator.load_state(tmp_path / "ckpt")
+    assert run.stamp_of_all() == 3
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_tied_weights_are_saved_once_and_come_back_tied(wait: bool, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = accelerator.prepare(Tied())
+    saved = model.embedding.weight.clone()
+    accelerator.save_state(tmp_path / "ckpt", wait=wait)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    accelerator.load_state(tmp_path / "ckpt")
+    assert "head.weight" not in load_file(tmp_path / "ckpt" / "model.safetensors")
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, saved)
+
+
+# --- the background ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing_held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let nothing be written until the event is set."""
+    go_on = threading.Event()
+    write = codec.write
+    monkeypatch.setattr(codec, "write", lambda *args: (go_on.wait(30), write(*args))[1])
+    yield go_on
+    go_on.set()
+
+
+class Numbers(Notes):
+    """An object whose state is not made of tensors, and goes on changing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array, self.items = np.zeros(3), [1, {"a": [2]}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array, "items": self.items, "stamp": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array, self.items = state["array"], state["items"]
+
+
+def test_training_may_change_everything_while_it_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, numbers = StampedRun(), Numbers()
+    run.accelerator.register_for_checkpointing(numbers)
+    run.stamp(1)
+    with writing_held_up(monkeypatch) as go_on:
+        run.accelerator.save_state(tmp_path / "ckpt", wait=False)
+        run.stamp(2)
+        numbers.array += 1
+        numbers.items[1]["a"].append(3)  # type: ignore[index]
+        assert not (tmp_path / "ckpt").exists()
+        go_on.set()
+        run.accelerator.load_state(tmp_path / "ckpt")
+    assert run.stamp_of_all() == 1
+    assert numbers.array.tolist() == [0, 0, 0]
+    assert numbers.items == [1, {"a": [2]}]
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_saved_as_hooks_leave_them(tmp_path: Path) -> None:
+    accelerator, _ = accelerator_with("model")
+
+    def replace(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        weights[0] = {"weight": torch.ones(2, 2)}
+
+    def remove_one(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        del weights[0]["bias"]
+
+    for hook, kept in ((replace, {"weight"}), (remove_one, {"weight"}), (None, {"weight", "bias"})):
+        handle = accelerator.register_save_state_pre_hook(hook) if hook is not None else None
+        accelerator.save_state(tmp_path / "ckpt")
+        assert load_file(tmp_path / "ckpt" / "model.safetensors").keys() == kept
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_hook_that_empties_the_list_of_models_does_not_empty_the_accelerator(tmp_path: Path) -> None:
+    accelerator, _ = accelerator_with("model")
+
+    def pop_both(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        models.pop()
+        weights.pop()
+
+    accelerator.register_save_state_pre_hook(pop_both)
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "ckpt")
+    assert "model.safetensors" not in names(tmp_path / "ckpt")
+    assert len(accelerator._models) == 1
+
+
+def test_what_a_hook_writes_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    run = StampedRun(tmp_path)
+
+    def write(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        Path(output_dir, "more").mkdir()
+        Path(output_dir, "more", "mine.txt").write_text("words")
+
+    run.accelerator.register_save_state_pre_hook(write)
+    saved = Path(run.accelerator.save_state())
+    assert (saved / "more" / "mine.txt").read_text() == "words"
+    assert "more/mine.txt" in json.loads((saved / COMMIT_FILE).read_text())["files"]
+    (saved / "more" / "mine.txt").write_text("other")
+    with pytest.raises(CheckpointError, match=r"more/mine\.txt is damaged"):
+        run.accelerator.load_state(verify="hash")
+
+
+class Pretrained(nn.Module):
+    """What diffusers' and transformers' models have of their own."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = nn.Linear(3, 3)
+
+    def register_to_config(self, **config: Any) -> None:
+        self.config = config
+
+    def save_pretrained(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        save_file(self.state_dict(), f"{folder}/weights.safetensors")
+        Path(folder, "config.json").write_text(json.dumps(self.config))
+
+    @classmethod
+    def from_pretrained(cls, folder: str, subfolder: str) -> Pretrained:
+        model = cls(**json.loads(Path(folder, subfolder, "config.json").read_text()))
+        model.load_state_dict(load_file(f"{folder}/{subfolder}/weights.safetensors"))
+        return model
+
+
+class CLIPVisionModel(Pretrained):
+    pass
+
+
+class UNet2DDobuleConditionModel(Pretrained):
+    pass
+
+
+def run_document_004(folder: Path) -> list[str]:
+    """Register the hooks of the document, as they are written there, and save and load with them."""
+    (code,) = [block for block in python_blocks("004") if "save_model_hook" in block]
+    accelerator = Accelerator(cpu=True)
+    set_seed(1)
+    unet, encoder = UNet2DDobuleConditionModel(depth=3), CLIPVisionModel(width=5)
+    optimizer = torch.optim.AdamW([*unet.parameters(), *encoder.parameters()], lr=0.1)
+    prepared_unet, prepared_encoder, optimizer = accelerator.prepare(unet, encoder, optimizer)
+    names_of_script = {
+        "os": os,
+        "accelerator": accelerator,
+        "unet": prepared_unet,
+        "image_encoder": prepared_encoder,
+        "CLIPVisionModel": CLIPVisionModel,
+        "UNet2DDobuleConditionModel": UNet2DDobuleConditionModel,
+    }
+    exec(code, names_of_script)
+    saved = [model.layer.weight.clone() for model in (unet, encoder)]
+    path = accelerator.save_state(folder)
+    for model in (unet, encoder):
+        model.register_to_config()
+        nn.init.zeros_(model.layer.weight)
+    accelerator.load_state(folder)
+    assert torch.equal(unet.layer.weight, saved[0])
+    assert torch.equal(encoder.layer.weight, saved[1])
+    assert unet.config == {"depth": 3}
+    assert encoder.config == {"width": 5}
+    assert len(accelerator._models) == 2
+    return sorted(str(found.relative_to(path)) for found in Path(path).rglob("*") if found.is_file())
+
+
+@needs_documents
+@on_one_and_two
+def test_the_hooks_of_document_004_work_as_they_are_written(world_size: int, tmp_path: Path) -> None:
+    for files in run_on_ranks(world_size, run_document_004, folder=tmp_path / "ckpt"):
+        assert files == sorted(
+            [
+                COMMIT_FILE,
+                *(
+                    f"{model}/{file}"
+                    for model in ("unet", "image_encoder")
+                    for file in ("config.json", "weights.safetensors")
+                ),
+                "optimizer.bin",
+                "progress.bin",
+                *(f"random_states_{rank}.pkl" for rank in range(world_size)),
+            ]
+        )
+
+
+# --- generators -------------------------------------------------------------------------------------------------------
+
+
+def programs_of_document_002() -> tuple[str, str]:
+    """Return the two programs without the author's arrows, and without what they printed for him."""
+    saves, loads = (block for block in python_blocks("002") if "checkpoint_path" in block)
+    programs = []
+    for block in (saves, loads):
+        code = re.split(r"^(?:\$|''')", block, maxsplit=1, flags=re.MULTILINE)[0]
+        programs.append(re.sub(r" *<<<", "", code))
+    return programs[0], programs[1]
+
+
+@needs_documents
+@on_one_and_two
+def test_the_random_state_programs_of_document_002_print_what_it_says(world_size: int, tmp_path: Path) -> None:
+    for name, code in zip(("saves.py", "loads.py"), programs_of_document_002(), strict=True):
+        (tmp_path / name).write_text(code)
+    saved = run_script(tmp_path / "saves.py", world_size=world_size, directory=tmp_path).splitlines()
+    assert len(saved) == 2
+    runs = [run_script(tmp_path / "loads.py", world_size=world_size, directory=tmp_path).splitlines() for _ in range(2)]
+    first, second = runs
+    assert len(first) == len(second) == 3
+    assert first[0] != second[0], "before load_state the numbers are random"
+    assert first[1:] == second[1:], "after it they are those of the checkpoint"
+    assert first[1] != first[2]
+
+
+def draw(folder: Path, seed: int) -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    set_seed(seed, device_specific=True)
+    if seed == 1:
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return [torch.rand(()).item(), float(np.random.rand()), __import__("random").random()]
+
+
+@on_one_and_two
+def test_every_rank_draws_the_numbers_that_it_would_have_drawn(world_size: int, tmp_path: Path) -> None:
+    drawn = [run_on_ranks(world_size, draw, folder=tmp_path / "check", seed=seed) for seed in (1, 2, 3)]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len({numbers[0] for numbers in drawn[0]}) == world_size
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def consume(folder: Path, steps: int, config: dict[str, Any], resume: bool, workers: int) -> list[int]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+    set_seed(1 if not resume else 2)
+    loader = accelerator.prepare(DataLoader(range(48), batch_size=2, shuffle=True, num_workers=workers))
+    if resume:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for step, batch in enumerate(loader):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        if step == steps - 1:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+@on_one_and_two
+@pytest.mark.parametrize(
+    ("config", "workers"),
+    [
+        ({}, 0),
+        ({"dispatch_batches": True}, 0),
+        ({"use_stateful_dataloader": True}, 1),
+        ({"use_seedable_sampler": True}, 0),
+    ],
+    ids=["shard", "dispatch", "stateful", "seedable"],
+)
+def test_the_rest_of_an_epoch_comes_after_a_load_whatever_the_loader(
+    world_size: int, config: dict[str, Any], workers: int, tmp_path: Path
+) -> None:
+    if "use_stateful_dataloader" in config:
+        pytest.importorskip("torchdata")
+    options: dict[str, Any] = {"folder": tmp_path / "ckpt", "config": config, "workers": workers}
+    begun = run_on_ranks(world_size, consume, steps=3, resume=False, **options)[0]
+    rest = run_on_ranks(world_size, consume, steps=99, resume=True, **options)[0]
+    assert len(begun) == 3 * 2 * world_size
+    assert sorted(begun + rest) == list(range(48))
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_one_process_tells(tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.save_state(tmp_path / "ckpt")
+    logging.getLogger("accelerate").removeHandler(handler)
+    told = [text for text in said if "first 1 of 3 micro-batches are not part of a checkpoint" in text]
+    assert len(told) == (1 if accelerator.is_main_process else 0)
+
+
+def test_a_checkpoint_can_be_moved_and_copied(tmp_path: Path) -> None:
+    run = StampedRun()
+    run.stamp(1)
+    run.accelerator.save_state(tmp_path / "a")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    run.stamp(2)
+    run.accelerator.load_state(tmp_path / "b", verify="hash")
+    assert run.stamp_of_all() == 1
