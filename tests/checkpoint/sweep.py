@@ -359,13 +359,13 @@ def _kind(path: Path) -> str:
 
 
 def choose(calls: list[Call], points: int | None) -> list[Call]:
-    """Return the calls to be killed at: half of them change names, and the rest are an even sample."""
+    """Return the calls to be killed at: half of them change names, the rest are an even sample, and the last."""
     if points is None:
         return calls
     naming = [call for call in calls if call.name in _CHANGES_NAMES]
     chosen = dict.fromkeys(naming[:: max(1, len(naming) * 2 // points)])
     chosen |= dict.fromkeys(calls[1 :: max(1, len(calls) // max(1, points - len(chosen)))])
-    return list(chosen)
+    return list(chosen | dict.fromkeys(calls[-1:]))
 
 
 def import_everything(folder: Path) -> None:

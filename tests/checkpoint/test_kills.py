@@ -29,20 +29,20 @@ pytestmark = [
 ]
 
 
-def strace_can_attach() -> bool:
-    """Tell whether strace is here and may follow a process that is not its child."""
-    if sys.platform != "linux" or shutil.which("strace") is None:
-        return False
-    child = subprocess.Popen(["sleep", "5"])
-    try:
-        tried = subprocess.run(["timeout", "1", "strace", "-qq", "-p", str(child.pid)], capture_output=True, text=True)
-        return "attach" not in tried.stderr
-    finally:
-        child.kill()
-        child.wait()
+@pytest.fixture(scope="module")
+def strace() -> None:
+    """Skip where strace is not installed, or may not follow a process that is not its child."""
+    if shutil.which("strace") is None:
+        pytest.skip("apt-get install strace")
+    child = subprocess.Popen(["sleep", "9"])
+    tried = subprocess.run(["timeout", "0.5", "strace", "-qq", "-p", str(child.pid)], capture_output=True, text=True)
+    child.kill()
+    child.wait()
+    if "attach" in tried.stderr:
+        pytest.skip(f"strace may not attach here: {tried.stderr}")
 
 
-needs_strace = pytest.mark.skipif(not strace_can_attach(), reason="apt-get install strace, and let it attach")
+needs_strace = pytest.mark.usefixtures("strace")
 
 
 class Bench:
@@ -66,11 +66,12 @@ class Bench:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(asdict(plan)), file=self.process.stdin, flush=True)
-        lines = list(iter(self.process.stdout.readline, "\n"))
-        if "" in lines:
-            pytest.fail(self.said())
-        whole, *attempts = [Attempt(**json.loads(line)) for line in lines]
-        return whole, attempts
+        found: list[Attempt] = []
+        while (line := self.process.stdout.readline()) != "\n":
+            if not line:
+                pytest.fail(f"the bench ended: {self.said()}")
+            found.append(Attempt(**json.loads(line)))
+        return found[0], found[1:]
 
     def said(self) -> str:
         self.complaints.seek(0)
@@ -91,7 +92,9 @@ def assert_survives(bench: Bench, folder: Path, *, sample: int, at_least: float 
     assert (whole.killed, whole.loaded, whole.problem) == (False, NEW, None)
     problems = [f"{attempt.call}: {attempt.problem}" for attempt in attempts if attempt.problem is not None]
     assert problems == []
-    assert {attempt.loaded for attempt in attempts} == {OLD, NEW}, "the sweep covers both sides of the commit"
+    assert {attempt.loaded for attempt in attempts} <= {OLD, NEW}
+    if options.get("victim", 0) == 0:  # the one that commits
+        assert {attempt.loaded for attempt in attempts} == {OLD, NEW}, "the sweep covers both sides of the commit"
     assert sum(attempt.killed for attempt in attempts) >= at_least * len(attempts)
     for attempt in attempts:
         assert len(attempt.left_after_next_save) == 1, f"{attempt.call}: the next save left {attempt}"
@@ -112,7 +115,9 @@ def test_either_of_two_processes_may_die_at_any_system_call(
     victim: int, explicit: bool, bench: Bench, tmp_path: Path
 ) -> None:
     attempts = assert_survives(bench, tmp_path, sample=6, world_size=2, victim=victim, explicit=explicit)
-    assert any(attempt.survivors != [""] for attempt in attempts), "the other rank noticed"
+    told = {said for attempt in attempts for said in attempt.survivors if said}
+    assert told, "the other rank noticed"
+    assert all("LostProcessError: Another process ended" in said for said in told), told
 
 
 @needs_strace

@@ -177,10 +177,6 @@ def test_a_run_saved_in_the_background_resumes_with_the_same_bits(world_size: in
     assert_resumes(world_size, tmp_path / "ckpt", save_at=9, until=24, **options)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="data/loaders.py, _open: a loader that resumes at the start of an epoch puts back what it drew to begin it",
-)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("between_epochs", [False, True], ids=["in the last step", "between epochs"])
 def test_a_run_resumes_at_the_end_of_an_epoch_with_the_same_bits(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,6 +12,10 @@ import torch.distributed as dist
 from ..runtime.runtime import Runtime
 
 T = TypeVar("T")
+
+
+class LostProcessError(RuntimeError):
+    """Report that a process that took part in a checkpoint is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,8 @@ class Crew:
         if self.world_size == 1:
             return [item]
         items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, group=self.group)
+        with _naming_who_is_gone():
+            dist.all_gather_object(items, item, group=self.group)
         return items
 
     def from_leader(self, item: T | None) -> T:
@@ -51,5 +58,19 @@ class Crew:
         if self.world_size == 1:
             return item  # type: ignore[return-value]
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with _naming_who_is_gone():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def _naming_who_is_gone() -> Iterator[None]:
+    """Say in words that another process died; the library below names a line of its own source."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("] ")[2].splitlines()[:1] or [str(error)]
+        raise LostProcessError(
+            f"Another process ended, or cannot be reached, while this one waited for it at a checkpoint ({reason[0]}). "
+            "Checkpoints that were committed before are untouched."
+        ) from error

@@ -174,9 +174,11 @@ class PreparedLoader(DataLoader[Any]):
                 stacklevel=2,
             )
         if not self._is_in_epoch:
-            position = Position(epoch=self.iteration, batches=self.skip_batches, order=self.keeper.key_of_next_epoch())
+            position = Position(
+                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.keeper.key_of_next_epoch()
+            )
         elif self.end_of_dataloader:
-            position = Position(epoch=self.iteration + 1, order=self.keeper.key_of_next_epoch())
+            position = Position(epoch=self.iteration + 1, begun=False, order=self.keeper.key_of_next_epoch())
         else:
             position = Position(
                 epoch=self.iteration,
@@ -284,9 +286,9 @@ class PreparedLoader(DataLoader[Any]):
             # Saved between two epochs: the loader's own draw from this generator is still to come.
             self.keeper.begin_epoch(self.index_source.key)
             self.index_source.key = None
-        with _generator_restored():
+        with _generator_restored() if resume.begun else nullcontext():
             batches: Iterator[Any] = super().__iter__()
-            if self.num_workers == 0:  # workers have drawn their first indices by now
+            if resume.begun and self.num_workers == 0:  # workers have drawn their first indices by now
                 self.index_source.draw_first()
             return batches
 
@@ -295,7 +297,7 @@ class PreparedLoader(DataLoader[Any]):
         stream.begin(keep_states=self.num_workers == 0 and stream.has_state)
         if resume is None and self._start == 0:
             return super().__iter__()
-        with _generator_restored() if resume is not None else nullcontext():
+        with _generator_restored() if resume is not None and resume.begun else nullcontext():
             if resume is not None and resume.dataset is not None and stream.keeps_states:
                 stream.dataset.load_state_dict(resume.dataset)
                 return super().__iter__()

@@ -21,6 +21,8 @@ class Position:
     batches: int = 0
     batch_size: int | None = None
     """Samples of a base batch."""
+    begun: bool = True
+    """The epoch had drawn what it draws from torch's generator; False between two epochs, where that is to come."""
     order: dict[str, Any] = field(default_factory=dict)
     """What draws this epoch's order again."""
     dataset: Any = None
