@@ -51,7 +51,7 @@ from .state import AcceleratorState
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from .checkpoint.checkpointer import Checkpointer
+    from .checkpoint.checkpointer import Checkpointer, Place
     from .checkpoint.engine import LoadReport
 
 logger = get_logger(__name__)
@@ -770,24 +770,37 @@ class Accelerator:
         Without a folder the newest committed checkpoint of the project is taken. `strict=False` loads what there is
         and returns the list; `verify="hash"` reads every byte before anything is restored.
         """
-        return self.checkpointer.load(
-            None if input_dir is None else os.fspath(input_dir),
-            scaler=self.scaler,
-            strict=strict,
-            verify=verify,
-            load_options=load_kwargs or {},
-            model_options=load_model_func_kwargs,
-        )
+        place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
+        return self._restore(place, load_kwargs, strict=strict, verify=verify, **load_model_func_kwargs)
 
     def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
         """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
 
         Without a folder it looks where `save_state()` puts automatic checkpoints. Options are those of `load_state`.
         """
-        if self.checkpointer.locate(None if input_dir is None else os.fspath(input_dir)) is None:
+        place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
+        if not self.checkpointer.exists(place):
             logger.info("There is no checkpoint in %s: the run begins.", input_dir or self.project_dir)
             return None
-        return self.load_state(input_dir, **options)
+        return self._restore(place, **options)
+
+    def _restore(
+        self,
+        place: Place,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        verify: str = "size",
+        **load_model_func_kwargs: Any,
+    ) -> LoadReport:
+        return self.checkpointer.load(
+            place,
+            scaler=self.scaler,
+            strict=strict,
+            verify=verify,
+            load_options=load_kwargs or {},
+            model_options=load_model_func_kwargs,
+        )
 
     def save_if_preempted(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """Save and leave if the run was asked to, by SIGTERM or by a file `PREEMPT` in the project folder.

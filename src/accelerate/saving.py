@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,19 +28,26 @@ def save(
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"save() cannot write {path}: {directory} is not a directory. Create it first.")
-    partial = f"{path}.partial-{os.getpid()}"
-    try:
+    with written_whole(path) as partial:
         if safe_serialization:
             from safetensors.torch import save_file  # on first use: importing the library stays quick
 
             save_file(clean_state_dict_for_safetensors(obj), partial, metadata={"format": "pt"})
         else:
             torch.save(obj, partial)
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Write into a file beside it, which takes its name when the block has ended well and is deleted otherwise."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}{path.suffix}")
+    try:
+        yield partial
         flush(partial)
-        os.replace(partial, path)
+        partial.replace(path)
     finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+        partial.unlink(missing_ok=True)
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -59,10 +68,14 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         )
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state_dict.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        kept.setdefault(place if tensor.numel() else (name,), name)
+        kept.setdefault(memory_of(tensor) if tensor.numel() else (name,), name)
     chosen = {name: state_dict[name].detach() for name in kept.values()}
     return {name: tensor if _stands_alone(tensor) else tensor.clone().contiguous() for name, tensor in chosen.items()}
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors share if they are tied: one memory, seen in one way."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _stands_alone(tensor: Tensor) -> bool:

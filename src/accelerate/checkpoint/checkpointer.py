@@ -6,23 +6,20 @@ import atexit
 import hashlib
 import logging
 import os
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.unwrapping import extract_model_from_parallel
-from ..runtime import device as devices
+from ..runtime.random import set_seed
 from ..runtime.runtime import Runtime
 from .crew import Crew
 from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
@@ -47,6 +44,13 @@ logger = logging.getLogger(__name__)
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class Place(NamedTuple):
+    """Where a checkpoint is to be found; without a name where a store holds none."""
+
+    store: Store
+    name: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +201,7 @@ class Checkpointer:
         limit = self.project.total_limit
         if limit is None:
             return
-        kept = [found for found in store.found() if found.problem is None and iteration_of(found.name) is not None]
+        kept = [found for found in _automatic(store) if found.problem is None]
         kept.sort(key=lambda found: iteration_of(found.name) or 0)
         for found in kept[: max(0, len(kept) - max(1, limit))]:
             store.remove(found.name)
@@ -242,22 +246,26 @@ class Checkpointer:
     def _place(self, target: str) -> tuple[Store, str]:
         return _place(target if self.trace is None else self.trace.redirected(target))
 
-    def newest(self) -> tuple[Store, str] | None:
-        """Return the newest committed automatic checkpoint, saying which were passed over and why."""
-        store = self._automatic_store("load_state")
-        name: str | None = None
-        with self.engine.together("no checkpoint was chosen"):
-            if self.runtime.is_main_process:
-                store.recover(None)
+    def find(self, source: str | None) -> Place:
+        """Return the place that was named, else that of the newest committed checkpoint."""
+        self.wait()
+        store, name = (self._automatic_store("load_state"), None) if source is None else self._place(source)
+        with self.engine.together(f"{source or 'the newest checkpoint'} was not loaded"):
+            if self.engine.crew.leads:
+                store.recover(name)
+            if source is None and self.runtime.is_main_process:
                 name = _newest(store)
-        name = self.engine.crew.from_leader(name)
-        return None if name is None else (store, name)
+        return Place(store, self.engine.crew.from_leader(name))
+
+    def exists(self, place: Place) -> bool:
+        """Tell whether there is something to load, the same on every process."""
+        return self.engine.crew.from_leader(place.name is not None and place.store.exists(place.name))
 
     # --- load -----------------------------------------------------------------------------------------------------
 
     def load(
         self,
-        source: str | None,
+        place: Place,
         *,
         scaler: Any,
         strict: bool,
@@ -268,8 +276,9 @@ class Checkpointer:
         """Restore everything, or raise and say what does not fit."""
         if verify not in ("size", "hash"):
             raise ValueError(f"verify={verify!r} is unknown: choose size (quick) or hash (reads every byte).")
-        self.wait()
-        store, name = self._source(source)
+        store, name = place
+        if name is None:
+            raise FileNotFoundError(f"load_state() found no checkpoint in {self.project.project_dir}.")
         with self.engine.fetched(store, name, self._is_wanted, verify) as fetched:
             models = self._own_models()
             with self.engine.together(f"{fetched.path} was not loaded"):
@@ -305,28 +314,6 @@ class Checkpointer:
             self._preemption.answered()
             logger.warning("Asked to leave by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
         raise SystemExit(START_ME_AGAIN)
-
-    def _source(self, source: str | None) -> tuple[Store, str]:
-        if source is None:
-            found = self.newest()
-            if found is None:
-                raise FileNotFoundError(f"load_state() found no checkpoint in {self.project.project_dir}.")
-            return found
-        return self._settled(*self._place(source))
-
-    def _settled(self, store: Store, name: str) -> tuple[Store, str]:
-        with self.engine.together(f"{store.path(name)} was not loaded"):
-            if self.engine.crew.leads:
-                store.recover(name)
-        return store, name
-
-    def locate(self, source: str | None) -> str | None:
-        """Return where there is something to load: the folder that was named, or the newest; None if there is not."""
-        if source is None:
-            found = self.newest()
-            return None if found is None else str(found[0].path(found[1]))
-        store, name = self._settled(*self._place(source))
-        return source if self.engine.crew.from_leader(store.exists(name)) else None
 
     def _suffix(self, folder: Path) -> str:
         return ".bin" if (folder / "pytorch_model.bin").is_file() else ".safetensors"
@@ -364,10 +351,7 @@ class _DerivedRandomPart(RandomPart):
         self.window.step = state["step"]
         text = bytes(state["torch_manual_seed"].tolist()) + f"{state['step']},{self.runtime.process_index}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        devices.seed_all(seed)
+        set_seed(seed)
 
 
 def _store(folder: str) -> Store:

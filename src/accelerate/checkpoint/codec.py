@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pickle
 import re
 import zlib
@@ -19,6 +20,8 @@ import torch
 
 from .layout import FileFacts
 
+THREADS = min(8, os.cpu_count() or 1)
+"""As many as keep the memory busy."""
 _BLOCK = 1 << 25
 _PIECE = 1 << 20
 

@@ -28,7 +28,6 @@ from .store import Store
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
 _LITTLE = 1 << 16
-CHECKERS = min(8, os.cpu_count() or 1)
 
 
 class CheckpointError(RuntimeError):
@@ -248,7 +247,7 @@ class CheckpointEngine:
     def _check_contents(self, folder: Path, record: CommitRecord, is_shared: bool) -> None:
         """Read every byte; processes that see the same files share them."""
         mine = sorted(record.files)[self.crew.rank :: self.crew.world_size] if is_shared else sorted(record.files)
-        with ThreadPoolExecutor(CHECKERS) as checkers:
+        with ThreadPoolExecutor(codec.THREADS) as checkers:
             for file in (file for file in mine if (folder / file).is_file()):
                 if codec.facts_of(folder / file, checkers) != record.files[file]:
                     raise ValueError(f"{file} is damaged: its contents are not what was saved (the checksum differs)")
@@ -311,7 +310,7 @@ def write_parts(draft: Draft, parts: Sequence[Part]) -> dict[str, FileFacts]:
 
     The last ones are written first: optimizers are larger than models, and what comes last has nothing to hide behind.
     """
-    with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(CHECKERS) as checkers:
+    with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(codec.THREADS) as checkers:
         pending: dict[str, tuple[Future[None], Future[FileFacts]]] = {}
         for part in reversed(parts):
             path = draft.folder / part.file
@@ -347,7 +346,7 @@ def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]
     """Return the facts of every file in a folder, finding out those that are not known."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     found.pop(COMMIT_FILE, None)
-    with ThreadPoolExecutor(CHECKERS) as checkers:
+    with ThreadPoolExecutor(codec.THREADS) as checkers:
         facts = {}
         for file, path in found.items():
             if file not in known:

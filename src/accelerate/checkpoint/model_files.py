@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config.origins import NOT_YET
 from ..errors import UnsupportedSettingError
-from ..saving import clean_state_dict_for_safetensors, flush
+from ..saving import clean_state_dict_for_safetensors, flush, written_whole
 from . import codec
 from .parts import with_ties
 
@@ -45,20 +45,12 @@ def save_model_files(
         for number in range(1, len(shards) + 1)
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    mark = f".partial-{uuid.uuid4().hex[:8]}"
-    drafts = [folder / f"{name}{mark}{suffix}" for name in names]
-    try:
-        for draft, shard in zip(drafts, shards, strict=True):
-            codec.write(shard, draft)
-            flush(draft)
-        for draft, name in zip(drafts, names, strict=True):
-            draft.replace(folder / name)
-    finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
+    with ExitStack() as stack:  # no shard takes its name before all are written
+        for name, shard in zip(names, shards, strict=True):
+            codec.write(shard, stack.enter_context(written_whole(folder / name)))
     index = folder / f"{stem}{suffix}.index.json"
     if len(shards) > 1:
-        _write_index(index, names, shards, mark)
+        _write_index(index, names, shards)
     flush(folder)
     _remove_older_files(folder, stem, suffix, {*names, index.name} if len(shards) > 1 else set(names))
     return names
@@ -78,14 +70,12 @@ def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     return shards
 
 
-def _write_index(index: Path, names: list[str], shards: list[dict[str, Any]], mark: str) -> None:
+def _write_index(index: Path, names: list[str], shards: list[dict[str, Any]]) -> None:
     total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values() if isinstance(t, Tensor))
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    draft = index.with_name(index.name + mark)
     contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    draft.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-    flush(draft)
-    draft.replace(index)
+    with written_whole(index) as draft:
+        draft.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def _remove_older_files(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..data.position import Position, PositionError
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
-from ..saving import clean_state_dict_for_safetensors
+from ..saving import clean_state_dict_for_safetensors, memory_of
 from .layout import PROGRESS_FILE
 
 
@@ -87,11 +87,11 @@ def with_ties(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     by_place: dict[tuple[Any, ...], str] = {}
     for name in state:
         if isinstance(own.get(name), Tensor) and own[name].numel():
-            by_place.setdefault((own[name].device, own[name].data_ptr(), own[name].shape), name)
+            by_place.setdefault(memory_of(own[name]), name)
     complete = dict(state)
     for name, tensor in own.items():
         if name not in complete and isinstance(tensor, Tensor):
-            twin = by_place.get((tensor.device, tensor.data_ptr(), tensor.shape))
+            twin = by_place.get(memory_of(tensor))
             if twin is not None:
                 complete[name] = state[twin]
     return complete

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..runtime.nested import leaves
-
-COPIERS = min(8, os.cpu_count() or 1)
+from ..saving import memory_of
+from .codec import THREADS
 
 
 class Staging:
@@ -34,7 +33,7 @@ class Staging:
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            place = memory_of(tensor)
             if tensor.numel() and place in copies:  # tied weights stay tied
                 return copies[place]
             buffer = old[len(new)] if len(new) < len(old) else None
@@ -47,7 +46,7 @@ class Staging:
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
         staged = deepcopy(state, copies_of)  # arrays and lists go on changing too
-        with ThreadPoolExecutor(COPIERS) as pool:  # one thread does not use up the memory's speed
+        with ThreadPoolExecutor(THREADS) as pool:  # one thread does not use up the memory's speed
             list(pool.map(Tensor.copy_, new, sources))
         self._buffers[name] = new
         return staged
