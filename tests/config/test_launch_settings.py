@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.parser import typed
 from accelerate.config.files import ConfigFile, read_config
 from accelerate.config.launch_settings import LaunchSettings
+from accelerate.config.options import OPTIONS
 from accelerate.config.settings import TrainingSettings
 from accelerate.errors import UnsupportedSettingError
 
@@ -110,3 +113,27 @@ def test_a_child_knows_what_its_launch_was_told(monkeypatch: pytest.MonkeyPatch)
         mixed_precision=None, gradient_accumulation_steps=1, gradient_accumulation_plugin=None
     )
     assert settings.origins["mixed_precision"] == "accelerate launch, flag --mixed_precision"
+
+
+def test_a_launch_can_be_said_again_for_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    file = config(tmp_path, "num_processes: 2\n")
+    words = [
+        "--cpu",
+        "--rdzv_conf",
+        "timeout=9",
+        "--vm",
+        "a",
+        "--vm",
+        "b",
+        "--fp8_pad_inner_dim",
+        "false",
+        "-m",
+        "x.py",
+    ]
+    flags = typed(launch_command_parser().parse_args(words), OPTIONS)
+    said = LaunchSettings.resolve(flags, file).as_words()
+    assert said[:2] == ["--config_file", str(file.path)]
+    again = launch_command_parser().parse_args([*said, "x.py"])
+    assert again.config_file == str(file.path)
+    assert typed(again, OPTIONS) == flags, "what the environment and the file say is not repeated"

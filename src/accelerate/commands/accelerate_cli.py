@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from .parser import Parser
-
-# Only the verb that is typed is loaded.
-_VERBS = {
-    "config": "answer questions, and write the answers to a file",
-    "env": "print versions, devices and settings, for bug reports",
-    "launch": "start a script on one process or many",
-    "verify-resume": "prove that a script resumes exactly",
-    "test": "test this machine: processes, collectives, data and training",
-}
+from .parser import VERBS, Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"accelerate {__version__}")
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", parser_class=Parser)
     typed = next((word for word in words if not word.startswith("-")), None)
-    for verb, text in _VERBS.items():
-        if verb == typed:
+    for verb, text in VERBS.items():
+        if verb == typed:  # only the verb that is typed is loaded
             import_module(f".{verb.replace('-', '_')}", __package__).add_parser(verbs)
         else:
             verbs.add_parser(verb, help=text)

@@ -12,15 +12,12 @@ from .. import __version__
 from ..config.environment import SETTING_VARIABLES, read
 from ..config.files import default_config_path, find_config
 from ..config.options import spellings
-from .parser import Parser
+from .parser import verb_parser
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
-    text = "print versions, devices and settings, for bug reports"
-    parser: argparse.ArgumentParser = (
-        Parser("accelerate env", description=text) if subparsers is None else subparsers.add_parser("env", help=text)
-    )
+    parser = verb_parser(subparsers, "env")
     parser.add_argument(*spellings("config_file"), help="show this file instead of the default one", metavar="FILE")
     parser.set_defaults(run=env_command)
     return parser

@@ -10,28 +10,41 @@ from typing import Any
 
 from ..config.files import find_config
 from ..config.launch_settings import LaunchSettings
-from ..config.options import OPTIONS, spellings
+from ..config.options import OPTIONS, as_flags, spellings
 from ..errors import LaunchError
-from .parser import Parser, add_options, typed
+from .parser import add_options, typed, verb_parser
 
 _DESCRIPTION = "Start a script on one process or many. The script's own arguments follow it."
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
-    if subparsers is None:
-        parser: argparse.ArgumentParser = Parser("accelerate launch", description=_DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("launch", help="start a script on one process or many", description=_DESCRIPTION)
+    parser = verb_parser(subparsers, "launch", _DESCRIPTION)
     parser.usage = "accelerate launch [options] SCRIPT [SCRIPT'S ARGUMENTS]"
+    add_launch_options(parser)
+    add_script(parser)
+    parser.set_defaults(run=launch_command)
+    return parser
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Add everything that a launch can be told, for verbs that launch."""
     parser.add_argument(
         *spellings("config_file"), help="settings from this YAML file instead of the default one", metavar="FILE"
     )
     add_options(parser, OPTIONS)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its arguments, which end what a verb is told."""
     parser.add_argument("training_script", help="the script, or with -m the module")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
-    parser.set_defaults(run=launch_command)
-    return parser
+
+
+def launch_words(args: argparse.Namespace) -> list[str]:
+    """Return the words that tell a launch what another verb was told."""
+    file = [] if args.config_file is None else ["--config_file", args.config_file]
+    return file + as_flags(typed(args, OPTIONS))
 
 
 def launch_command(args: argparse.Namespace) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..config.files import nearest
-from ..config.options import GROUPS, Option, spellings
+if TYPE_CHECKING:
+    from ..config.options import Option
 
+VERBS = {
+    "config": "answer questions, and write the answers to a file",
+    "env": "print versions, devices and settings, for bug reports",
+    "launch": "start a script on one process or many",
+    "verify-resume": "prove that a script resumes exactly",
+    "test": "test this machine: processes, collectives, data and training",
+}
 GIVEN = "_given"
 """Attribute of the namespace: the names of the options that were typed."""
 
@@ -42,10 +49,10 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong and what was probably meant, without the usage of a hundred options."""
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
-            unknown = next(word for word in message[len(prefix) :].split() if word.startswith("-"))
-            message = (
-                f"{unknown.partition('=')[0]} is unknown.{nearest(unknown.partition('=')[0], tuple(self.flags()))}"
-            )
+            from ..config.files import nearest
+
+            unknown = next(word for word in message[len(prefix) :].split() if word.startswith("-")).partition("=")[0]
+            message = f"{unknown} is unknown.{nearest(unknown, tuple(self.flags()))}"
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
     def flags(self) -> Iterator[str]:
@@ -55,6 +62,14 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for verb in action.choices.values():
                     yield from verb.flags()
+
+
+def verb_parser(subparsers: Any, verb: str, description: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a verb: alone, as published, or as one of the command's."""
+    if subparsers is None:
+        return Parser(f"accelerate {verb}", description=description or VERBS[verb])
+    parser: argparse.ArgumentParser = subparsers.add_parser(verb, help=VERBS[verb], description=description)
+    return parser
 
 
 class _Remember(argparse.Action):
@@ -76,6 +91,8 @@ class _RememberAll(_Remember):
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """Add options of the table, group by group."""
+    from ..config.options import GROUPS
+
     by_group: dict[str, list[Option]] = {}
     for option in options:
         by_group.setdefault(option.group, []).append(option)
@@ -87,6 +104,8 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     text = option.help.replace("%", "%%")
+    from ..config.options import spellings
+
     if option.switch:
         group.add_argument(
             *option.flags, dest=option.name, action=_Remember, nargs=0, const=True, default=option.default, help=text

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.options import OPTIONS, spellings
-from .parser import Parser, add_options
+from ..config.options import spellings
+from .launch import add_launch_options, add_script, launch_words
+from .parser import verb_parser
 
 _DESCRIPTION = (
     "Run a script for some steps; run it again, kill it in the middle and start it once more; compare the loss, the "
@@ -23,13 +24,7 @@ _DESCRIPTION = (
 
 def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
-    parser: argparse.ArgumentParser = (
-        Parser("accelerate verify-resume", description=_DESCRIPTION)
-        if subparsers is None
-        else subparsers.add_parser(
-            "verify-resume", help="prove that a script resumes exactly", description=_DESCRIPTION
-        )
-    )
+    parser = verb_parser(subparsers, "verify-resume", _DESCRIPTION)
     parser.usage = (
         "accelerate verify-resume [--steps N] [--kill_at K] [options of accelerate launch] SCRIPT [ARGUMENTS]"
     )
@@ -37,10 +32,8 @@ def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         *spellings("kill_at"), type=int, default=None, help="backward pass after which it is killed (default: half)"
     )
-    parser.add_argument(*spellings("config_file"), help="settings from this YAML file", metavar="FILE")
-    add_options(parser, OPTIONS)
-    parser.add_argument("training_script", help="the script, or with -m the module")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add_launch_options(parser)
+    add_script(parser)
     parser.set_defaults(run=verify_resume_command)
     return parser
 
@@ -55,7 +48,7 @@ def verify_resume_command(args: argparse.Namespace) -> None:
     kill_at = args.steps // 2 if args.kill_at is None else args.kill_at
     if not 0 < kill_at < args.steps:
         raise SystemExit(f"accelerate verify-resume: --kill_at {kill_at} must lie between 0 and --steps {args.steps}.")
-    words = _launch_words(sys.argv[1:])
+    words = [*launch_words(args), args.training_script, *args.training_script_args]
     with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as folder:
         whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
         whole.mkdir()
@@ -67,25 +60,6 @@ def verify_resume_command(args: argparse.Namespace) -> None:
         _say("and started once more …")
         _run(words, resumed, args.steps, None)
         raise SystemExit(_judge(whole, resumed, args.steps, kill_at))
-
-
-def _launch_words(words: Sequence[str]) -> list[str]:
-    """Return what `accelerate launch` is to be told: everything but this verb and its own two options."""
-    rest: list[str] = []
-    remaining = list(words)
-    own = {"--steps", *spellings("kill_at")}
-    script_seen = False
-    while remaining:
-        word = remaining.pop(0)
-        if not script_seen and word == "verify-resume":
-            continue
-        if not script_seen and word.partition("=")[0] in own:
-            if "=" not in word:
-                remaining.pop(0)
-            continue
-        script_seen = script_seen or word.endswith(".py")
-        rest.append(word)
-    return rest
 
 
 def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 from ..errors import UnsupportedSettingError
 from .environment import read
 from .files import ENGINE_OF_SWITCH, ConfigFile, engine_of_kind
-from .options import COMPILE, FP8, OPTIONS, Option
+from .options import COMPILE, FP8, OPTIONS, Option, as_flags
 from .origins import NOT_YET, Resolved
 
 DEFAULT = "default"
+FLAG = "flag "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class LaunchSettings:
     explain: bool = False
     module: bool = False
     no_python: bool = False
+    config_file: str | None = None
+    """The file that was read."""
     resolved: Mapping[str, Resolved] = field(default_factory=dict)
     """Every option of the table with its origin, those of the engines too."""
 
@@ -54,9 +57,9 @@ class LaunchSettings:
     def resolve(cls, flags: Mapping[str, Any], config: ConfigFile | None) -> LaunchSettings:
         """Choose every value: flag first, then the environment, then the file, then the default."""
         resolved = {option.name: _resolve(option, flags, config) for option in OPTIONS}
-        own = {item.name for item in fields(cls)} - {"resolved"}
+        own = {item.name for item in fields(cls)} & resolved.keys()
         values = {name: resolved[name].value for name in own if resolved[name].value is not None}
-        return cls(resolved=resolved, **values)
+        return cls(resolved=resolved, config_file=str(config.path) if config is not None else None, **values)
 
     def origin(self, name: str) -> str:
         """Say where a value came from."""
@@ -65,6 +68,12 @@ class LaunchSettings:
     def given(self, name: str) -> bool:
         """Tell whether somebody asked for this value."""
         return name in self.resolved and self.resolved[name].origin != DEFAULT
+
+    def as_words(self) -> list[str]:
+        """Say the flags of this launch again, for another launcher; the environment is handed on by itself."""
+        file = [] if self.config_file is None else ["--config_file", self.config_file]
+        flags = {name: item.value for name, item in self.resolved.items() if item.origin.startswith(FLAG)}
+        return file + as_flags(flags)
 
     def child_variables(self) -> dict[str, str]:
         """Return the published variables that carry these settings into the processes."""
@@ -113,7 +122,7 @@ _SET_BY_THE_PLAN = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NU
 
 def _resolve(option: Option, flags: Mapping[str, Any], config: ConfigFile | None) -> Resolved:
     if option.name in flags:
-        return Resolved(value=flags[option.name], origin=f"flag --{option.spelled or option.name}")
+        return Resolved(value=flags[option.name], origin=f"{FLAG}--{option.spelled or option.name}")
     if option.variable is not None and (word := read(option.variable)) is not None:
         return Resolved(value=_from_environment(option, word), origin=f"environment variable {option.variable}")
     if config is not None and option.name in config.values:

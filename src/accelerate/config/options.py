@@ -64,6 +64,21 @@ class Option:
         return (*self.short, *spellings(self.spelled or self.name))
 
 
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Say option names and values as words of a command line: the inverse of parsing it."""
+    words: list[str] = []
+    for name, value in values.items():
+        option = BY_NAME[name]
+        flag = f"--{option.spelled or option.name}"
+        if option.switch:
+            words += [flag] if value else [f"--{option.negation}"] if option.negation else []
+        elif option.repeated:
+            words += [word for item in value for word in (flag, str(item))]
+        else:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
+    return words
+
+
 HARDWARE = "hardware"
 RESOURCES = "resources"
 MACHINES = "several processes and machines"

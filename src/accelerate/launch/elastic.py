@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -33,7 +32,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from ..errors import START_ME_AGAIN, LaunchError
 from .guard import Guard
 from .news import SECONDS_TO_HEAR, News
-from .say import say
+from .preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
+from .say import quieted, say
 from .signals import answer_with, answered_by
 from .verdict import Ending, judge
 
@@ -41,8 +41,6 @@ SECONDS_FOR_OTHERS_TO_FAIL = 0.5
 """After the first failure, so that ranks which fail by themselves can say so."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
-SECONDS_BEFORE_A_NOTICE = 20
-SECONDS_TO_MEET = 900
 LONGEST_TEXT_FOR_OTHERS = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
 
@@ -109,12 +107,11 @@ class Outcome:
 
 def run(job: Job, guard: Guard) -> Outcome:
     """Run the processes of this machine until they end."""
-    if not job.debug:
-        # What torchelastic says about a failure is said better, and once, by the verdict.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     agent = Agent(job, guard)
+    # What torchelastic says about a failure is said better, and once, by the verdict.
+    quiet = nullcontext() if job.debug else quieted("torch.distributed.elastic")
     try:
-        with answered_by(agent.on_signal):
+        with quiet, answered_by(agent.on_signal):
             agent.run()
     except SignalException:
         pass
@@ -175,11 +172,13 @@ class Agent(LocalElasticAgent):
         logs = DefaultLogsSpecs(
             log_dir=str(job.log_dir), redirects=Std.from_str(job.redirects), tee=Std.from_str(job.tee)
         )
-        super().__init__(spec, logs, exit_barrier_timeout=300, log_line_prefix_template=job.line_prefix)
+        super().__init__(
+            spec, logs, exit_barrier_timeout=SECONDS_FOR_OTHER_MACHINES_TO_END, log_line_prefix_template=job.line_prefix
+        )
 
     def _make_rendezvous(self) -> RendezvousHandler:
         job = self.job
-        settings: dict[str, Any] = {"timeout": SECONDS_TO_MEET} | job.rendezvous_settings
+        settings: dict[str, Any] = {"timeout": int(SECONDS_TO_WAIT)} | job.rendezvous_settings
         if job.is_static:
             settings["rank"] = job.machine_rank
         if job.is_static and job.max_restarts > 0:
@@ -208,11 +207,10 @@ class Agent(LocalElasticAgent):
             self.outcome.signal = number
             self._deadline = time.monotonic() + self.job.grace_period
             self._send(number)
-            name, again = (
-                signal.Signals(number).name,
-                "; press Ctrl-C again to end them now" * (number == signal.SIGINT),
+            again = "; press Ctrl-C again to end them now" if number == signal.SIGINT else ""
+            say(
+                f"{signal.Signals(number).name}: the processes have {self.job.grace_period:g} s to save and end{again}."
             )
-            say(f"{name}: the processes have {self.job.grace_period:g} s to save and end{again}.")
         else:
             self._send(signal.SIGKILL)
 
@@ -235,9 +233,9 @@ class Agent(LocalElasticAgent):
         wanted = f"{most}" if least == most else f"{least} to {most}"
         place = f"{self.job.address}:{self.job.port}"
         sentence = (
-            f"for {SECONDS_BEFORE_A_NOTICE} s this machine has waited at {place} for others; {wanted} are wanted."
+            f"for {SECONDS_BETWEEN_NOTICES:.0f} s this machine has waited at {place} for others; {wanted} are wanted."
         )
-        timer = threading.Timer(SECONDS_BEFORE_A_NOTICE, say, [sentence])
+        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, say, [sentence])
         timer.daemon = True
         timer.start()
         try:

@@ -25,11 +25,10 @@ def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, rem
     """Say what a launch would do and why."""
     sections = [
         _table("settings", _effective(settings, plan)),
+        f"  every other option ({len(OPTIONS)} in all, accelerate launch --help) has its default",
         _table("plan", _plan_rows(settings, plan, config)),
         _table("handed to every process", _variables(plan)),
     ]
-    engines = [f"  every other option ({len(OPTIONS)} in all, accelerate launch --help) has its default"]
-    sections.insert(1, "\n".join(engines))
     said = [f"  - {remark}" for remark in remarks]
     try:
         settings.refuse_missing_engines(config)

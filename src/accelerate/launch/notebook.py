@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import bdb
 import gc
-import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,6 +24,8 @@ from ..errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
 from ..runtime.process import ProcessInfo
 from .devices import count_accelerators
 from .preflight import check_port
+from .say import quieted
+from .signals import ENDING, handlers_kept
 from .task import Task, WorkerFailedError, reset_signals, run_task
 
 __all__ = ["WorkerFailedError", "debug_launcher", "notebook_launcher"]
@@ -39,7 +39,7 @@ _LOOPBACK = "127.0.0.1"
 _PUBLISHED_PORT = "29500"
 _PATIENCE = timedelta(days=1)
 _LOGS_OF_FAILURES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
-_HANDLED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_HANDLED_SIGNALS = ",".join(number.name for number in ENDING)
 # torch asks NVML for the number of devices then, instead of initialising CUDA, after which no process can fork.
 _COUNT_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -260,34 +260,6 @@ def _nobody_left_behind() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # nobody can set one here
-        return
-    numbers = [getattr(signal, name) for name in _HANDLED_SIGNALS.split(",") if hasattr(signal, name)]
-    kept = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _torch_is_quiet() -> Iterator[None]:
-    """Keep torch's own reports of a failed worker out of the notebook."""
-    logs = [logging.getLogger(name) for name in _LOGS_OF_FAILURES]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
-
-
 # --- where the function runs ------------------------------------------------------------------------------------------
 
 
@@ -315,9 +287,9 @@ def _run_elastic(task: Task, **launch: Any) -> None:
     ended_by = None
     with (
         patch_environment(**variables),
-        _signal_handlers_kept(),
+        handlers_kept(),
         _nobody_left_behind(),
-        nullcontext() if launch["max_restarts"] else _torch_is_quiet(),  # a restart should be seen
+        nullcontext() if launch["max_restarts"] else quieted(*_LOGS_OF_FAILURES),  # a restart should be seen
     ):
         config = LaunchConfig(
             start_method=task.start_method,
@@ -355,7 +327,7 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
     excepthook = sys.excepthook
     ranks = [rank for rank in range(num_processes) if rank != debug_rank]
     world = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-    with patch_environment(**world), _nobody_left_behind(), _torch_is_quiet():
+    with patch_environment(**world), _nobody_left_behind(), quieted(*_LOGS_OF_FAILURES):
         peers = start_processes(  # type: ignore[no-untyped-call]
             _be_a_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import environment
-from ..config.launch_settings import LaunchSettings
+from ..config.launch_settings import FLAG, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
 from .cluster import TASKS_PER_MACHINE, Cluster
 from .devices import count_accelerators, count_cores
@@ -73,16 +73,20 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     address, port, port_is_free = _meeting_place(settings, cluster, machines, origins, way)
     threads = settings.num_cpu_threads_per_process
     if threads is None and here > 1 and way == "elastic":
-        threads = max(1, count_cores() // here)
-        origins["num_cpu_threads_per_process"] = f"{count_cores()} cores shared by {here} processes"
+        cores = count_cores()
+        threads = max(1, cores // here)
+        origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {here} processes"
     variables = settings.child_variables()
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     if settings.gpu_ids not in (None, "all"):
         variables |= dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
-    if machines > 1 and (interface := _interface_towards(address)) and not environment.read("GLOO_SOCKET_IFNAME"):
-        variables["GLOO_SOCKET_IFNAME"] = interface
-        origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
+    if machines > 1 and not environment.read("GLOO_SOCKET_IFNAME"):
+        from .network import interface_towards
+
+        if interface := interface_towards(address):
+            variables["GLOO_SOCKET_IFNAME"] = interface
+            origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
     if cluster is not None and cluster.is_rank:
         notes += _overruled(settings, cluster)
     if cluster is not None and cluster.is_head:
@@ -238,7 +242,7 @@ def _meeting_place(
 
 def _typed(settings: LaunchSettings, name: str) -> bool:
     """Tell whether a person chose this value for this launch; a batch system knows better than a file."""
-    return settings.origin(name).startswith(("flag", "environment"))
+    return settings.origin(name).startswith((FLAG, "environment"))
 
 
 def _visible() -> tuple[str, ...]:
@@ -248,12 +252,6 @@ def _visible() -> tuple[str, ...]:
     kind = torch.accelerator.current_accelerator()
     names = dict(zip(("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron"), _VISIBLE_DEVICES, strict=True))
     return (names.get(kind.type if kind is not None else "cuda", "CUDA_VISIBLE_DEVICES"),)
-
-
-def _interface_towards(address: str) -> str | None:
-    from .network import interface_towards
-
-    return interface_towards(address)
 
 
 def free_port() -> int:

@@ -31,7 +31,7 @@ def _replace_this_process(settings: LaunchSettings, plan: Plan) -> NoReturn:
         machines = str(plan.num_machines)
         command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-        command += sys.argv[1:] if sys.argv[1] == "launch" else ["launch", *sys.argv[1:]]
+        command += ["launch", *settings.as_words(), *plan.script]
     try:
         os.execvpe(command[0], command, os.environ | plan.variables)
     except FileNotFoundError as error:

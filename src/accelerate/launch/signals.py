@@ -10,28 +10,38 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+"""The last two are unknown to Windows."""
 
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers | int | None
 
 
-def answer_with(handler: Handler) -> dict[int, Handler]:
-    """Set who answers the signals, and return who did before; outside the main thread Python allows no change."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handler) for number in ENDING}
+def answer_with(handler: Handler) -> None:
+    """Set who answers the signals; outside the main thread Python allows no change."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Give the signals back, after the block, to whoever answered them before."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, earlier in before.items():
+                signal.signal(number, earlier)
 
 
 @contextmanager
 def answered_by(handler: Handler) -> Iterator[None]:
     """Let one function answer the signals inside the block."""
-    before = answer_with(handler)
-    try:
+    with handlers_kept():
+        answer_with(handler)
         yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..config.environment import export_settings, patch_environment, read
 from ..runtime.process import ProcessInfo
+from .signals import answer_with
 
 # [Note: garbage of the parent]
 # A forked worker inherits what its parent has not collected yet, such as the store of an earlier launch that failed.
@@ -151,9 +152,7 @@ def run_task(task: Task) -> None:
 
 def reset_signals(on_interrupt: Any) -> None:
     """Undo the launcher's handlers, which a fork inherits: SIGTERM has to end a worker inside a collective too."""
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    answer_with(signal.SIG_DFL)
     signal.signal(signal.SIGINT, on_interrupt)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config.enums import DistributedType
 from ...config.files import SWITCH_OF_KIND, ConfigFile, default_config_path
-from ...config.options import BY_NAME, OPTIONS, Option
+from ...config.options import BY_NAME, OPTIONS, Option, as_flags
 from ...errors import UnsupportedSettingError
 from ...launch.devices import count_accelerators
 from .config_args import ClusterConfig
@@ -118,19 +118,12 @@ def launch_by_flags(file: ConfigFile) -> str:
     defaults = {**vars(ClusterConfig("LOCAL_MACHINE", "NO", "no", False, False)), "gpu_ids": "all"}
     if "main_process_ip" in file.values:  # started by hand on each machine, which has to say which one it is
         del defaults["machine_rank"]
-    words: list[str] = []
+    said = {}
     for option in OPTIONS:
         value = file.values.get(option.name)
-        if value is None or value is False or value in (option.default, defaults.get(option.yaml or "")):
-            continue
-        flag = f"--{option.spelled or option.name}"
-        if option.switch:
-            words.append(flag)
-        elif option.repeated:
-            words += [word for item in value for word in (flag, str(item))]
-        else:
-            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return _command(words)
+        if value is not None and value is not False and value not in (option.default, defaults.get(option.yaml or "")):
+            said[option.name] = value
+    return _command(as_flags(said))
 
 
 def _command(flags: list[str]) -> str:

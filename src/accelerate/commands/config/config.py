@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config.files import default_config_path, read_config, write_config
 from ...config.options import spellings
-from ..parser import Parser, typed
+from ..parser import typed, verb_parser
 from .building import FLAGS, launch_by_file, launch_by_flags, objections_to
 from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags
@@ -67,12 +67,7 @@ def _ask_and_write(path: Path, *, overwrite: bool) -> None:
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
-    if subparsers is None:
-        parser: argparse.ArgumentParser = Parser("accelerate config", description=_DESCRIPTION)
-    else:
-        parser = subparsers.add_parser(
-            "config", help="answer questions, and write the answers to a file", description=_DESCRIPTION
-        )
+    parser = verb_parser(subparsers, "config", _DESCRIPTION)
     parser.add_argument(
         *spellings("config_file"), metavar="FILE", help="where to write; by default the file that every launch reads"
     )
