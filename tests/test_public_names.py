@@ -113,6 +113,8 @@ def needs(distribution, known):
                 needs(re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower().replace("_", "-"), known)
     return known
 
+import torch  # brings what it finds, tqdm and pydot among them
+
 at_start = {name.partition(".")[0] for name in sys.modules}
 from accelerate import Accelerator
 Accelerator(cpu=True)

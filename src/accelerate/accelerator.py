@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from .checkpoint.checkpointer import Checkpointer, Place
     from .checkpoint.engine import LoadReport
+    from .tracking.trackers import Trackers
 
 logger = get_logger(__name__)
 
@@ -96,7 +97,6 @@ class Accelerator:
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            log_with=log_with,
             dynamo_backend=None if str(dynamo_backend or "no").lower() == "no" else dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             parallelism_config=parallelism_config,
@@ -139,6 +139,11 @@ class Accelerator:
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
+        self._trackers: Trackers | None = None
+        if log_with is not None:
+            from .tracking.trackers import Trackers  # here: most processes of a test, and many scripts, log nothing
+
+            self._trackers = Trackers(log_with, self.logging_dir)
 
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
@@ -674,6 +679,56 @@ class Accelerator:
             profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
             self.wait_for_everyone()
 
+    # --- trackers -------------------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[Any]:
+        """Return the names and objects of the trackers that were asked for and can be used."""
+        return [] if self._trackers is None else self._trackers.asked_for
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Return the tracker objects, once what was logged so far has reached them."""
+        return [] if self._trackers is None else self._trackers.caught_up()
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """Open a run in every tracker of `log_with` and store its config, whatever that is made of.
+
+        `init_kwargs` are options of each tracker by its name: `{"wandb": {"entity": "my_team"}}`. A tracker that fails
+        later is reported and left out while training goes on; with `strict` its error is raised.
+        """
+        if self._trackers is not None:
+            self._trackers.begin(project_name, config, init_kwargs or {}, strict=strict)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name, or with `unwrap` its client's own object; other ranks get one that does nothing."""
+        if self._trackers is None:
+            raise ValueError(f"There is no tracker {name!r}: Accelerator(log_with={name!r}) asks for it.")
+        return self._trackers.named(name, unwrap)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+        *,
+        reduce: str | None = None,
+    ) -> None:
+        """Log values to every tracker, and go on before they are written.
+
+        Without `reduce` the numbers of the main process are logged. With "mean", "sum", "max" or "min" those of all
+        processes become one first; then every process must call it with the same names.
+        """
+        if self._trackers is not None:
+            self._trackers.log(values, step, log_kwargs or {}, reduce)
+
     # --- models and files -----------------------------------------------------------------------------------------
 
     def unwrap_model(
@@ -863,9 +918,11 @@ class Accelerator:
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the run: wait for a save and for the others, and leave the process group."""
+        """Finish the run: wait for a save, for the trackers and for the others, and leave the process group."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
+        if self._trackers is not None:
+            self._trackers.finish()
         self.wait_for_everyone()
         self.state.destroy_process_group()
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from .config.environment import read_setting
-from .runtime.process import ProcessInfo
-from .runtime.runtime import Runtime
+from .runtime.runtime import Runtime, rank_of_this_process
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -33,7 +32,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
                 if rank == runtime.process_index:
                     self._emit(level, msg, *args, **kwargs)
                 runtime.barrier()
-        elif in_order or not main_process_only or _rank(runtime) == 0:
+        elif in_order or not main_process_only or rank_of_this_process() == 0:
             self._emit(level, msg, *args, **kwargs)
 
     def _emit(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -45,10 +44,6 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only the first time with these arguments."""
         self.log(logging.WARNING, *args, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 1})
-
-
-def _rank(runtime: Runtime | None) -> int:
-    return ProcessInfo.from_environment().rank if runtime is None else runtime.process_index
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

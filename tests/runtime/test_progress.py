@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from accelerate import PartialState
 from accelerate.runtime import progress as module
-from accelerate.runtime.progress import progress
+from accelerate.runtime.progress import progress, while_slow
 
 
 def test_quick_work_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,11 +21,44 @@ def test_slow_work_shows_a_bar_that_ends_full(
 ) -> None:
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(module, "_BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert list(progress(range(4), "Reading", unit="samples")) == [0, 1, 2, 3]
     shown = capsys.readouterr().err.split("\r")
     assert "2/4 samples" in shown[2]
     assert shown[-1].startswith("Reading  " + "█" * 30 + " 4/4 samples")
     assert shown[-1].endswith("\n")
+
+
+def test_a_log_file_gets_whole_lines_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
+    assert len(list(progress(range(100), "Reading"))) == 100
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    assert [line.split()[2] for line in shown.splitlines()] == ["1/100", "100/100"]
+
+
+def test_a_slow_block_is_described_while_it_runs_and_at_its_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_BETWEEN_SECONDS_IN_A_FILE", 0.0)
+    monkeypatch.setattr(module, "_BETWEEN_SECONDS", 0.05)
+    written = [0]
+    with while_slow(lambda: f"Saving: {written[0]} MB"):
+        time.sleep(0.1)
+        written[0] = 7
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Saving: 0 MB, 0 s"
+    assert lines[-1] == "Saving: 7 MB, 0 s: done"
+
+
+def test_a_quick_block_is_not_described(capsys: pytest.CaptureFixture[str]) -> None:
+    with while_slow(lambda: "Saving"):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_other_processes_of_a_host_are_silent(

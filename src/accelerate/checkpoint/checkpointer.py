@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.unwrapping import extract_model_from_parallel
+from ..runtime.progress import while_slow
 from ..runtime.random import set_seed
 from ..runtime.runtime import Runtime
 from .crew import Crew
@@ -159,7 +160,8 @@ class Checkpointer:
                 own = self.engine.written_here(draft.parts)
                 draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
         if wait:
-            self._finish(draft)
+            with while_slow(lambda: f"Saving {draft.path}: {_megabytes(draft.folder):,} MB written"):
+                self._finish(draft)
         else:
             self._pending = self._thread().submit(self._finish, draft)
             logger.info("Saving %s in the background from %d MB of copies", draft.path, self.staging.num_bytes >> 20)
@@ -279,7 +281,10 @@ class Checkpointer:
         store, name = place
         if name is None:
             raise FileNotFoundError(f"load_state() found no checkpoint in {self.project.project_dir}.")
-        with self.engine.fetched(store, name, self._is_wanted, verify) as fetched:
+        with (
+            while_slow(lambda: f"Loading {store.path(name)}"),
+            self.engine.fetched(store, name, self._is_wanted, verify) as fetched,
+        ):
             models = self._own_models()
             with self.engine.together(f"{fetched.path} was not loaded"):
                 for hook in self.load_hooks.values():
@@ -370,6 +375,10 @@ def _place(target: str) -> tuple[Store, str]:
 
 def _stem(suffix: str) -> str:
     return "model" if suffix == ".safetensors" else "pytorch_model"
+
+
+def _megabytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*")) >> 20
 
 
 def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

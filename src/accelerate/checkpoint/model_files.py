@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..config.origins import NOT_YET
 from ..errors import UnsupportedSettingError
+from ..runtime.progress import progress
 from ..saving import clean_state_dict_for_safetensors, flush, written_whole
 from . import codec
 from .parts import with_ties
@@ -46,7 +47,7 @@ def save_model_files(
     ]
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:  # no shard takes its name before all are written
-        for name, shard in zip(names, shards, strict=True):
+        for name, shard in zip(progress(names, "Saving the model", "files"), shards, strict=True):
             codec.write(shard, stack.enter_context(written_whole(folder / name)))
     index = folder / f"{stem}{suffix}.index.json"
     if len(shards) > 1:
@@ -99,7 +100,7 @@ def read_model_files(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
         if missing:
             raise FileNotFoundError(f"{path} lists shards that are not there: {', '.join(missing[:4])}.")
         state: dict[str, Any] = {}
-        for name in sorted(set(weight_map.values())):
+        for name in progress(sorted(set(weight_map.values())), "Loading the model", "shards"):
             state |= codec.read(path.parent / name)
         return state
     if not path.is_file():

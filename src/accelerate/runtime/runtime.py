@@ -159,6 +159,12 @@ class Runtime:
                 self.barrier()
 
 
+def rank_of_this_process() -> int:
+    """Return the rank, also before a runtime was started: then the launcher's variables tell."""
+    runtime = Runtime.existing()
+    return _process_info().rank if runtime is None else runtime.process_index
+
+
 def _process_info() -> ProcessInfo:
     """Read the launcher's variables; a process group that the user has opened is trusted where it differs."""
     info = ProcessInfo.from_environment()

@@ -4,6 +4,7 @@ from ..config.enums import (
     BaseEnum,
     DDPCommunicationHookType,
     DistributedType,
+    LoggerType,
     PrecisionType,
     RNGType,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -2,6 +2,7 @@
 
 from ..commands.config.default import write_basic_config
 from ..parallel.unwrapping import extract_model_from_parallel, is_compiled_module
+from ..runtime.bars import tqdm
 from ..runtime.runtime import Runtime
 from ..saving import clean_state_dict_for_safetensors, save
 
@@ -16,6 +17,7 @@ __all__ = [
     "extract_model_from_parallel",
     "is_compiled_module",
     "save",
+    "tqdm",
     "wait_for_everyone",
     "write_basic_config",
 ]

@@ -1,0 +1,30 @@
+"""From `accelerator.log` to any tracker. The published names; each adapter is loaded when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .general import GeneralTracker, on_main_process
+from .registry import CLASS_OF, class_named, filter_trackers, get_available_trackers, register_tracker_class
+
+_NAME_OF = {class_name: name for name, class_name in CLASS_OF.items()}
+
+__all__ = [
+    "GeneralTracker",
+    "filter_trackers",
+    "get_available_trackers",
+    "on_main_process",
+    "register_tracker_class",
+    *_NAME_OF,
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load an adapter when it is first asked for (PEP 562)."""
+    if name not in _NAME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return class_named(_NAME_OF[name])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAME_OF})

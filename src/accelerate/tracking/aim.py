@@ -1,0 +1,88 @@
+"""Aim."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import Any
+
+from .general import GeneralTracker, on_main_process
+from .values import is_number, plain
+
+logger = logging.getLogger(__name__)
+
+
+class AimTracker(GeneralTracker):
+    """Log to the Aim repository in `logging_dir`; options are those of `aim.Run`."""
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = logging_dir
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The `aim.Run`."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run."""
+        import aim
+
+        os.makedirs(self.logging_dir, exist_ok=True)  # Aim makes its own folder in it, but not the folder
+        own = {"repo": os.fspath(self.logging_dir), "experiment": self.run_name}
+        self.writer = aim.Run(**{**own, **self.init_kwargs})
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the config."""
+        self.writer["hparams"] = plain(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, text and Aim's own objects, a dictionary as `name/key`; options are those of `Run.track`."""
+        import aim
+
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
+                continue
+            known = float(value) if is_number(value) else aim.Text(value) if isinstance(value, str) else value
+            try:
+                self.writer.track(known, name=name, step=step, **kwargs)
+            except (TypeError, ValueError):
+                _say_left_out(name, type(value).__name__)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Log images, or (image, caption); `kwargs` has options of `aim.Image` and of `Run.track` by name.
+
+        They are called "aim_image" and "track".
+        """
+        import aim
+
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            known = aim.Image(image, **{"caption": caption, **options.get("aim_image", {})})
+            self.writer.track(known, name=name, step=step, **options.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the run."""
+        self.writer.close()
+
+
+@cache
+def _say_left_out(name: str, kind: str) -> None:
+    logger.warning("Aim cannot track %r, a %s: it is left out.", name, kind)

@@ -1,0 +1,69 @@
+"""DVCLive."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+from .general import GeneralTracker, on_main_process
+from .values import is_number, plain
+
+logger = logging.getLogger(__name__)
+
+
+class DVCLiveTracker(GeneralTracker):
+    """Log to a `dvclive.Live`: the given one, or a new one with the given options; `run_name` has no place in it."""
+
+    name = "dvclive"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.live = live
+        self.init_kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The `dvclive.Live`."""
+        return self.live
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the files, unless a `Live` was given."""
+        from dvclive import Live
+
+        self.live = Live(**self.init_kwargs) if self.live is None else self.live
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the config as parameters."""
+        self.live.log_params(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and text as metrics, a dictionary as `name/key`; options are those of `Live.log_metric`."""
+        if step is not None:
+            self.live.step = step
+        self._log(values, kwargs)
+        self.live.next_step()
+
+    def _log(self, values: dict[str, Any], options: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if is_number(value) or isinstance(value, str):
+                self.live.log_metric(name, value, **options)
+            elif isinstance(value, dict):
+                self._log({f"{name}/{key}": item for key, item in value.items()}, options)
+            else:
+                _say_left_out(name, type(value).__name__)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Write what is left, and the DVC experiment if there is to be one."""
+        self.live.end()
+
+
+@cache
+def _say_left_out(name: str, kind: str) -> None:
+    logger.warning("DVCLive has no place for %r, a %s: it is left out.", name, kind)

@@ -1,0 +1,95 @@
+"""`GeneralTracker`: what a tracker is, for ours and for those people write themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from ..runtime.runtime import rank_of_this_process
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GeneralTracker:
+    """Send what a run logs to one place.
+
+    A tracker of your own has a `name`, says by `requires_logging_directory` whether it needs a folder, gives its
+    inner object as `tracker`, and overrides the methods below. `start` opens the run, so that a tracker that is
+    merely made costs nothing.
+    """
+
+    main_process_only = True
+    """Set it to False to be called on every process."""
+
+    in_background = True
+    """`log` is called from a thread of its own, so that it may take its time. Set it to False for a client that must
+    be called from the training thread (an SQLite connection, MLflow's active run), or that talks to other ranks."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        if not _blank:
+            check(self)
+
+    def start(self) -> None:
+        """Open the run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Log values of one step."""
+
+    def finish(self) -> None:
+        """Close the run."""
+
+
+_EXPECTED = {
+    "name": 'name = "my_tracker"',
+    "requires_logging_directory": "requires_logging_directory = False",
+    "tracker": "a property `tracker` that returns the client's own object",
+}
+
+
+def check(tracker: GeneralTracker) -> None:
+    """Raise unless the tracker has what every tracker needs."""
+    missing = [hint for attribute, hint in _EXPECTED.items() if attribute not in dir(tracker)]
+    if missing:
+        raise NotImplementedError(
+            f"{type(tracker).__name__} is not a whole tracker yet. Give the class: {'; '.join(missing)}."
+        )
+
+
+def on_main_process(function: F) -> F:
+    """Make a tracker's method do nothing on other processes than rank 0, unless its `main_process_only` is False."""
+
+    @wraps(function)
+    def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, "main_process_only", False) or rank_of_this_process() == 0:
+            return function(self, *args, **kwargs)
+        return None
+
+    return cast("F", guarded)
+
+
+class BlankTracker(GeneralTracker):
+    """Stand for a tracker that lives on the main process only: every call on it does nothing."""
+
+    name = ""
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+
+    @property
+    def tracker(self) -> BlankTracker:
+        """The client's own object: on this process there is none."""
+        return self
+
+    def __getattr__(self, name: str) -> BlankTracker:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
+        """Do nothing."""
+        return self

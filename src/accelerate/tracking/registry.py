@@ -1,0 +1,132 @@
+"""Which trackers there are, which of them are installed, and what `log_with` asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ..config.enums import LoggerType
+from .general import GeneralTracker, check
+
+logger = logging.getLogger(__name__)
+
+CLASS_OF = {
+    "aim": "AimTracker",
+    "clearml": "ClearMLTracker",
+    "comet_ml": "CometMLTracker",
+    "dvclive": "DVCLiveTracker",
+    "jsonl": "JSONLTracker",
+    "mlflow": "MLflowTracker",
+    "swanlab": "SwanLabTracker",
+    "tensorboard": "TensorBoardTracker",
+    "trackio": "TrackioTracker",
+    "wandb": "WandBTracker",
+}
+"""Name of the tracker, of the module that adapts it and, but for `jsonl`, of its package -> the class."""
+
+_PACKAGES_OF = {"jsonl": (), "tensorboard": ("tensorboard", "tensorboardX")}
+_registered: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let `log_with` find a tracker class of your own by its `name`; usable as a decorator."""
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise TypeError(f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}.")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(f'{tracker_class.__name__} needs a name: write name = "my_tracker" in the class.')
+    _registered[name] = tracker_class
+    return tracker_class
+
+
+def class_named(name: str) -> type[GeneralTracker]:
+    """Return the class of a tracker; its package is not imported yet."""
+    if name in _registered:
+        return _registered[name]
+    found: type[GeneralTracker] = getattr(import_module(f".{name}", __package__), CLASS_OF[name])
+    return found
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether the package a tracker needs is there."""
+    packages = _PACKAGES_OF.get(name, (name,))
+    return name in _registered or not packages or any(_has_package(package) for package in packages)
+
+
+def _has_package(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a module put in its place by hand has no spec
+        return True
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return the trackers that are installed."""
+    return [LoggerType(name) for name in CLASS_OF if is_installed(name)]
+
+
+def filter_trackers(
+    log_with: str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None,
+    logging_dir: str | None = None,
+) -> list[str | GeneralTracker]:
+    """Return the names and tracker objects that `log_with` asks for and that can be used here.
+
+    What was asked for and is not installed is left out with a warning; a name nobody knows is an error.
+    """
+    if log_with is None:
+        return []
+    single = isinstance(log_with, (str, GeneralTracker)) or not isinstance(log_with, Iterable)
+    asked: list[Any] = [log_with] if single else list(log_with)  # type: ignore[arg-type]
+    names = {str(item) for item in asked if isinstance(item, str)}
+    chosen: dict[Any, str | GeneralTracker] = {}
+    for item in asked:
+        if isinstance(item, GeneralTracker):
+            check(item)
+            chosen[id(item)] = item
+        elif isinstance(item, str):
+            chosen |= {name: name for name in _usable(str(item), logging_dir)} if str(item) != "all" else {}
+        else:
+            raise TypeError(
+                f"log_with takes names such as 'tensorboard' and objects of a GeneralTracker subclass, not {item!r}."
+            )
+    if "all" in names:
+        chosen |= {name: name for name in _everything(logging_dir)}
+    return list(chosen.values())
+
+
+def _usable(name: str, logging_dir: str | None) -> list[str]:
+    known = [*CLASS_OF, *_registered]
+    if name not in known:
+        near = get_close_matches(name, [*known, "all"], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"log_with={name!r} is no tracker.{hint} Known ones: all, {', '.join(sorted(known))}.")
+    if not is_installed(name):
+        logger.warning(
+            "log_with=%r: the package is not installed, so nothing is logged there. Install it: pip install %s",
+            name,
+            name,
+        )
+        return []
+    if class_named(name).requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"log_with={name!r} needs a folder for its files: Accelerator(log_with={name!r}, project_dir='my_run')."
+        )
+    return [name]
+
+
+def _everything(logging_dir: str | None) -> list[str]:
+    installed = [name for name in [*CLASS_OF, *_registered] if is_installed(name)]
+    usable = [
+        name
+        for name in installed
+        if logging_dir is not None or not class_named(name).requires_logging_directory  # type: ignore[attr-defined]
+    ]
+    without_folder = [f"{name} (no project_dir was given)" for name in installed if name not in usable]
+    missing = [f"{name} (not installed)" for name in CLASS_OF if name not in installed]
+    left_out = f" Left out: {', '.join([*without_folder, *missing])}." if without_folder or missing else ""
+    logger.warning("log_with='all' logs to: %s.%s", ", ".join(usable), left_out)
+    return usable

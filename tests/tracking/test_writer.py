@@ -1,0 +1,261 @@
+"""A tracker that raises, blocks or meets a full disk: training goes on, and one message says what happened."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, writer
+
+
+class Scripted(GeneralTracker):
+    """Do what the test says when a record arrives."""
+
+    name = "scripted"
+    requires_logging_directory = False
+
+    def __init__(self, act: Callable[[int], None] = lambda call: None) -> None:
+        super().__init__()
+        self.act = act
+        self.calls = 0
+        self.got: list[tuple[int | None, dict[str, Any]]] = []
+        self.finished = 0
+
+    @property
+    def tracker(self) -> Scripted:
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls += 1
+        self.act(self.calls)
+        self.got.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+class OnTheTrainingThread(Scripted):
+    in_background = False
+
+
+def raising(error: Exception, *calls: int) -> Callable[[int], None]:
+    def act(call: int) -> None:
+        if call in calls or not calls:
+            raise error
+
+    return act
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SECONDS_BETWEEN_TRIES", (0.01, 0.02))
+
+
+def begun(tracker: GeneralTracker, **options: Any) -> Accelerator:
+    accelerator = Accelerator(log_with=tracker, cpu=True)
+    accelerator.init_trackers("project", **options)
+    return accelerator
+
+
+def test_records_arrive_once_and_in_order() -> None:
+    tracker = Scripted()
+    accelerator = begun(tracker)
+    for step in range(500):
+        accelerator.log({"loss": torch.tensor(float(step))}, step=step)
+    accelerator.end_training()
+    assert tracker.got == [(step, {"loss": float(step)}) for step in range(500)]
+    assert tracker.finished == 1
+
+
+def test_a_value_is_taken_as_it_was_when_it_was_logged() -> None:
+    tracker = Scripted(lambda call: time.sleep(0.05))
+    accelerator = begun(tracker)
+    total, histogram = torch.zeros(()), torch.zeros(3)
+    accelerator.log({"total": total, "histogram": histogram, "inner": {"total": total}})
+    total += 1
+    histogram += 1
+    accelerator.end_training()
+    [(_, values)] = tracker.got
+    assert values["total"] == 0.0
+    assert values["histogram"].sum() == 0.0
+    assert values["inner"]["total"] == 0.0
+
+
+def test_a_lost_network_costs_nothing_when_it_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Scripted(raising(ConnectionError("no route"), 3, 4))
+    accelerator = begun(tracker)
+    for step in range(10):
+        accelerator.log({"loss": step}, step=step)
+    accelerator.trackers  # noqa: B018  waits for the records
+    accelerator.end_training()
+    assert [step for step, _ in tracker.got] == list(range(10))
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "[rank 0] the tracker 'scripted' raised ConnectionError: no route. It is tried again" in said
+
+
+def test_a_tracker_that_keeps_raising_is_disabled_and_its_losses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Scripted(raising(OSError("gone")))
+    accelerator = begun(tracker)
+    for step in range(10):
+        accelerator.log({"loss": step}, step=step)
+    accelerator.trackers  # noqa: B018  waits for the records
+    accelerator.end_training()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3, said
+    assert "tried again" in said[0]
+    assert "Nothing more is logged there, and training goes on." in said[1]
+    assert "missed 10 records" in said[2]
+    assert tracker.finished == 0
+
+
+def test_a_record_the_tracker_cannot_take_is_left_out_and_the_next_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Scripted(raising(TypeError("no lists"), 2, 4))
+    accelerator = begun(tracker)
+    for step in range(1, 7):
+        accelerator.log({"x": step}, step=step)
+    accelerator.end_training()
+    assert [step for step, _ in tracker.got] == [1, 3, 5, 6]
+    said = [record.getMessage() for record in caplog.records]
+    assert "TypeError: no lists. The record is left out" in said[0]
+    assert "missed 2 records" in said[1]
+    assert len(said) == 2
+
+
+def test_a_tracker_written_wrongly_is_told_about_threads(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = begun(Scripted(raising(ValueError("created in another thread"))))
+    for step in range(4):
+        accelerator.log({"x": step}, step=step)
+    accelerator.end_training()
+    assert "in_background = False" in caplog.text
+    assert "refused 3 records in a row" in caplog.text
+
+
+def test_strict_raises_the_error_of_a_tracker() -> None:
+    accelerator = begun(Scripted(raising(OSError("gone"))), strict=True)
+    accelerator.log({"x": 1})
+    time.sleep(0.3)
+    with pytest.raises(OSError, match="gone"):
+        accelerator.log({"x": 2})
+
+
+def test_strict_raises_at_the_end_what_went_wrong_with_the_last_record() -> None:
+    accelerator = begun(Scripted(raising(OSError("gone"))), strict=True)
+    accelerator.log({"x": 1})
+    with pytest.raises(OSError, match="gone"):
+        accelerator.end_training()
+
+
+def test_a_tracker_may_ask_for_the_training_thread() -> None:
+    import threading
+
+    threads: set[int] = set()
+    tracker = OnTheTrainingThread(lambda call: threads.add(threading.get_ident()))
+    accelerator = begun(tracker)
+    accelerator.log({"x": 1})
+    assert threads == {threading.get_ident()}
+    accelerator.end_training()
+
+
+def test_an_error_on_the_training_thread_does_not_end_training_either(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = OnTheTrainingThread(raising(OSError("gone")))
+    accelerator = begun(tracker)
+    accelerator.log({"x": 1})
+    accelerator.log({"x": 2})
+    assert tracker.calls == 1
+    assert "training goes on" in caplog.text
+    with pytest.raises(OSError, match="gone"):
+        begun(OnTheTrainingThread(raising(OSError("gone"))), strict=True).log({"x": 1})
+
+
+def test_a_tracker_that_blocks_does_not_make_the_loop_wait() -> None:
+    tracker = Scripted(lambda call: time.sleep(0.5))
+    accelerator = begun(tracker)
+    slowest = 0.0
+    for step in range(5):
+        before = time.perf_counter()
+        accelerator.log({"loss": torch.tensor(1.0)}, step=step)
+        slowest = max(slowest, time.perf_counter() - before)
+    assert slowest < 0.05
+    accelerator.end_training()
+    assert len(tracker.got) == 5
+
+
+def test_asking_for_the_tracker_waits_for_what_was_logged_before() -> None:
+    tracker = Scripted(lambda call: time.sleep(0.02))
+    accelerator = begun(tracker)
+    for step in range(5):
+        accelerator.log({"x": step}, step=step)
+    assert len(accelerator.get_tracker("scripted").got) == 5
+    accelerator.end_training()
+
+
+def test_a_tracker_that_never_comes_back_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(writer, "SECONDS_TO_FINISH", 0.2)
+    tracker = Scripted(lambda call: release.wait(60) and None)  # type: ignore[arg-type, return-value]
+    accelerator = begun(tracker)
+    for step in range(3):
+        accelerator.log({"x": step}, step=step)
+    before = time.monotonic()
+    accelerator.end_training()
+    release.set()
+    assert time.monotonic() - before < 10
+    assert "still has 3 records" in caplog.text
+    assert "did not take the last 3 records in time" in caplog.text
+
+
+def test_records_beyond_the_largest_backlog_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
+    tracker = Scripted(lambda call: time.sleep(0.1))
+    accelerator = begun(tracker)
+    for step in range(20):
+        accelerator.log({"x": step}, step=step)
+    accelerator.end_training()
+    assert "is too slow" in caplog.text
+    assert f"missed {20 - len(tracker.got)} records" in caplog.text
+    assert len(tracker.got) in (3, 4)
+
+
+@pytest.mark.parametrize("error", [TypeError("no such option"), ConnectionError("no route")])
+def test_a_wrong_call_at_the_start_is_raised_and_a_lost_network_is_not(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unstartable(Scripted):
+        def start(self) -> None:
+            raise error
+
+    if isinstance(error, TypeError):
+        with pytest.raises(TypeError, match="no such option"):
+            begun(Unstartable())
+        return
+    accelerator = begun(Unstartable())
+    accelerator.log({"x": 1})
+    assert "could not start: ConnectionError: no route. Nothing more is logged there" in caplog.text
+    with pytest.raises(ConnectionError):
+        begun(Unstartable(), strict=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path, cpu=True)
+    accelerator.init_trackers("project")
+    tracker = accelerator.get_tracker("jsonl")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._file)
+    for step in range(10):
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.end_training()
+    assert "No space left on device" in caplog.text
+    assert "training goes on" in caplog.text
