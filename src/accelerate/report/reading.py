@@ -1,0 +1,247 @@
+"""Read a run from its file: whole, or only what was appended since the last look."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+QUIET_SECONDS = 60.0
+"""For how long a run may write nothing and still be taken to be running; longer if it was quiet for longer before."""
+
+_SPELLED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+Floats = npt.NDArray[np.float64]
+
+
+class Points(NamedTuple):
+    """A curve: where, when and what."""
+
+    step: Floats
+    time: Floats
+    value: Floats
+
+    def at(self, indices: Any) -> Points:
+        """Return some of the points."""
+        return Points(self.step[indices], self.time[indices], self.value[indices])
+
+
+class Text(NamedTuple):
+    """A value that is no number."""
+
+    step: float
+    time: float
+    name: str
+    text: str
+
+
+class Series:
+    """A curve that grows."""
+
+    def __init__(self) -> None:
+        self._columns = (array("d"), array("d"), array("d"))
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def append(self, step: float, when: float, value: float) -> None:
+        """Add one point."""
+        steps, times, values = self._columns
+        steps.append(step)
+        times.append(when)
+        values.append(value)
+
+    def points(self) -> Points:
+        """Return the points so far, as a copy: an array that is looked at cannot grow."""
+        return Points(*(np.array(column) for column in self._columns))
+
+    def forget(self, first_step: float, before: int) -> None:
+        """Drop those of the first `before` points that do not lie before a step."""
+        points = self.points()
+        stays = points.step < first_step
+        stays[before:] = True
+        if not stays.all():
+            self._columns = tuple(array("d", column.tobytes()) for column in points.at(stays))  # type: ignore[assignment]
+
+
+class Run:
+    """What one file tells so far."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.name = file.parent.name
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.starts: list[dict[str, Any]] = []
+        self.segments: list[tuple[float, float]] = []
+        """When each start, the first or a resume, began and wrote its last record."""
+        self.config: dict[str, Any] = {}
+        self.ended: float | None = None
+        self.scalars: dict[str, Series] = {}
+        self.system: dict[str, Series] = {}
+        self.progress = Series()
+        """Step and time of every record that moved on; the value is the segment."""
+        self.texts: list[Text] = []
+        self.skipped = 0
+        """Lines that are no JSON object: a crash may tear one."""
+        self.torn = False
+        """Whether the file ends within a line."""
+        self.last_step: float | None = None
+        self.last_time: float | None = None
+        self._longest_silence = 0.0
+        self._offset = 0
+        self._before_resume: tuple[dict[int, int], int] | None = None
+
+    @property
+    def project(self) -> str | None:
+        """The project's name, if the run has one."""
+        name = self.starts[0].get("project") if self.starts else None
+        return str(name) if name else None
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, without the pauses between an interruption and a resume."""
+        return sum(end - begin for begin, end in self.segments)
+
+    def state(self, now: float | None = None) -> str:
+        """Return "finished", "running" or "cut off"."""
+        if self.ended is not None:
+            return "finished"
+        silence = (time.time() if now is None else now) - (self.last_time or 0.0)
+        return "running" if silence < max(QUIET_SECONDS, 3 * self._longest_silence) else "cut off"
+
+    def update(self) -> bool:
+        """Read what was appended since the last call, and return whether there was anything."""
+        with self.file.open("rb") as lines:
+            size = os.fstat(lines.fileno()).st_size
+            if size < self._offset:  # written anew
+                self._start_over()
+            begin = self._offset
+            lines.seek(begin)
+            self.torn = False
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    self.torn = True  # perhaps it is still being written: it is read again when it is whole
+                    break
+                self._offset += len(line)
+                if not line.isspace():
+                    self._read(line)
+        return self._offset > begin
+
+    def _read(self, line: bytes) -> None:
+        try:
+            record = json.loads(str(line, "utf-8"))
+        except (ValueError, RecursionError):
+            self.skipped += 1
+            resumed = line.find(b'{"start"', 1)  # written right behind a torn line: the resume must not be lost with it
+            if resumed > 0:
+                self.skipped -= 1
+                self._read(line[:resumed])
+                self._read(line[resumed:])
+            return
+        if isinstance(record, dict):
+            self._take(record)
+        else:
+            self.skipped += 1
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if isinstance(values := record.get("values"), dict):
+            self._take_values(record, values)
+        elif isinstance(values := record.get("system"), dict):
+            when, step = self._when(record), _place(record.get("step"))
+            for name, value in values.items():
+                if (number := _number(value)) is not None:
+                    self.system.setdefault(name, Series()).append(self._known(step), when, number)
+        elif isinstance(start := record.get("start"), dict):
+            self._take_start(start)
+        elif isinstance(config := record.get("config"), dict):
+            self.config.update(config)
+        elif isinstance(end := record.get("end"), dict):
+            self.ended = self._when(end)
+
+    def _take_start(self, start: dict[str, Any]) -> None:
+        when = _place(start.get("time"))
+        when = self.last_time or 0.0 if when is None else when
+        if self.starts:
+            lengths = {id(series): len(series) for series in self._all_series()}
+            self._before_resume = (lengths, len(self.texts))
+        self.starts.append(start)
+        self.segments.append((when, when))
+        self.ended = None
+        self.last_time = when
+
+    def _take_values(self, record: dict[str, Any], values: dict[str, Any]) -> None:
+        when, step = self._when(record), _place(record.get("step"))
+        if self._before_resume is not None and step is not None:
+            self._supersede(step)
+        step = self._known(step, advance=True)
+        if self.last_step is None or step > self.last_step:
+            self.progress.append(step, when, len(self.segments))
+        self.last_step = step
+        for name, value in values.items():
+            number = _number(value)
+            if number is not None:
+                series = self.scalars.get(name)
+                if series is None:
+                    series = self.scalars[name] = Series()
+                series.append(step, when, number)
+            elif isinstance(value, str):
+                self.texts.append(Text(step, when, name, value))
+
+    def _supersede(self, first_step: float) -> None:
+        """Forget what the run did after the checkpoint from which it was resumed."""
+        assert self._before_resume is not None
+        lengths, texts = self._before_resume
+        for series in self._all_series():
+            series.forget(first_step, lengths.get(id(series), 0))
+        self.texts = [text for i, text in enumerate(self.texts) if i >= texts or text.step < first_step]
+        self.last_step = None
+        self._before_resume = None
+
+    def _all_series(self) -> Iterable[Series]:
+        yield from self.scalars.values()
+        yield from self.system.values()
+        yield self.progress
+
+    def _known(self, step: float | None, advance: bool = False) -> float:
+        if step is not None:
+            return step
+        return 0.0 if self.last_step is None else self.last_step + advance
+
+    def _when(self, record: dict[str, Any]) -> float:
+        when = _place(record.get("time"))
+        if when is None:
+            when = self.last_time or 0.0
+        if not self.segments:
+            self.segments.append((when, when))
+        begin, end = self.segments[-1]
+        if when - end > self._longest_silence:
+            self._longest_silence = when - end
+        self.segments[-1] = (begin, max(when, end))
+        self.last_time = when
+        return when
+
+
+def _place(value: Any) -> float | None:
+    """Return a number that can stand on an axis."""
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return _SPELLED_FLOATS.get(value) if isinstance(value, str) else None
