@@ -104,13 +104,8 @@ def test_two_accelerators_with_other_settings_live_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"mixed_precision": "fp8"}, "fp8"),
         ({"deepspeed_plugin": object()}, "deepspeed_plugin"),
-        ({"fsdp_plugin": object()}, "fsdp_plugin"),
         ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
-        ({"parallelism_config": object()}, "parallelism_config"),
-        ({"dynamo_backend": "inductor"}, "dynamo_backend"),
-        ({"log_with": "all"}, "log_with"),
     ],
 )
 def test_what_has_not_landed_is_refused_by_name(options: dict[str, object], name: str) -> None:

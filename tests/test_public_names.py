@@ -21,7 +21,17 @@ FACADES: list[ModuleType] = [
     accelerate.utils,
     *(
         importlib.import_module(f"accelerate.utils.{name}")
-        for name in ("constants", "dataclasses", "environment", "memory", "modeling", "operations", "other", "random")
+        for name in (
+            "ao",
+            "constants",
+            "dataclasses",
+            "environment",
+            "memory",
+            "modeling",
+            "operations",
+            "other",
+            "random",
+        )
     ),
 ]
 

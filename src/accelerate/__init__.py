@@ -17,14 +17,17 @@ _HOME_OF = {
     "DataLoaderConfiguration": "config.plugins",
     "DistributedDataParallelKwargs": "config.plugins",
     "DistributedType": "config.enums",
+    "FullyShardedDataParallelPlugin": "config.sharding",
     "GradScalerKwargs": "config.plugins",
     "InitProcessGroupKwargs": "config.plugins",
+    "ParallelismConfig": "config.parallelism",
     "PartialState": "state",
     "ProfileKwargs": "config.plugins",
     "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
     "load_checkpoint_in_model": "checkpoint.model_files",
     "notebook_launcher": "launchers",
+    "prepare_pippy": "inference",
     "skip_first_batches": "data.preparing",
     "synchronize_rng_states": "runtime.random",
 }
@@ -36,13 +39,16 @@ if TYPE_CHECKING:
     from .checkpoint.model_files import load_checkpoint_in_model as load_checkpoint_in_model
     from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from .config.enums import DistributedType as DistributedType
+    from .config.parallelism import ParallelismConfig as ParallelismConfig
     from .config.plugins import AutocastKwargs as AutocastKwargs
     from .config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from .config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from .config.plugins import GradScalerKwargs as GradScalerKwargs
     from .config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from .config.plugins import ProfileKwargs as ProfileKwargs
+    from .config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from .data.preparing import skip_first_batches as skip_first_batches
+    from .inference import prepare_pippy as prepare_pippy
     from .launchers import debug_launcher as debug_launcher
     from .launchers import notebook_launcher as notebook_launcher
     from .memory import find_executable_batch_size as find_executable_batch_size

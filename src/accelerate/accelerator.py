@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .accumulation import AccumulationWindow
-from .config.enums import DistributedType, RNGType
+from .config.compilation import TorchDynamoPlugin
+from .config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
 from .config.environment import TRACE_FOLDER, read
+from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from .config.origins import NOT_YET
 from .config.plugins import (
     AutocastKwargs,
@@ -37,7 +39,8 @@ from .errors import UnsupportedSettingError
 from .logging import get_logger
 from .memory import release_memory
 from .optimizer import AcceleratedOptimizer
-from .parallel.base import Bundle
+from .parallel.base import Batch, Bundle
+from .parallel.compilation import compiling
 from .parallel.registry import strategy_for
 from .parallel.unwrapping import extract_model_from_parallel
 from .precision import precision_for
@@ -87,19 +90,15 @@ class Accelerator:
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
         _refuse_what_has_not_landed(
             deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            dynamo_backend=None if str(dynamo_backend or "no").lower() == "no" else dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            parallelism_config=parallelism_config,
         )
         handlers = _Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
@@ -107,28 +106,47 @@ class Accelerator:
         self.init_handler = handlers.take(InitProcessGroupKwargs)
         self.ddp_handler = handlers.take(DistributedDataParallelKwargs)
         self.profile_handler = handlers.take(ProfileKwargs)
+        self.ao_recipe_handler = handlers.take(AORecipeKwargs)
+        self.te_recipe_handler = handlers.take(TERecipeKwargs)
+        self.msamp_recipe_handler = handlers.take(MSAMPRecipeKwargs)
+        self.fp8_recipe_handler = handlers.take(FP8RecipeKwargs)
         handlers.refuse_rest()
 
         self.settings = TrainingSettings.from_arguments(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
+            dynamo_plugin=_compilation_in_code(dynamo_backend, dynamo_plugin),
         )
         self.state = AcceleratorState(
             mixed_precision=self.settings.mixed_precision,
             cpu=cpu,
+            dynamo_plugin=self.settings.compilation,
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
         self.gradient_state = GradientState(self.settings.gradient_accumulation)
-        self.strategy = strategy_for(self.state._runtime, ddp=self.ddp_handler)
+        self.strategy = strategy_for(
+            self.state._runtime,
+            ddp=self.ddp_handler,
+            sharding=self.settings.sharding,
+            parallelism=self.settings.parallelism,
+            mixed_precision=self.settings.mixed_precision,
+        )
+        self.strategy = compiling(self.strategy, self.settings.compilation)
+        self.state._describe(self.strategy)
         self.precision = precision_for(
             self.settings.mixed_precision,
             self.state.device,
             self.autocast_handler or AutocastKwargs(),
             self.scaler_handler or GradScalerKwargs(),
+            Fp8Settings.from_arguments(
+                [self.ao_recipe_handler, self.te_recipe_handler, self.msamp_recipe_handler, self.fp8_recipe_handler]
+            ),
         )
-        self.native_amp = self.mixed_precision in ("fp16", "bf16")
+        self.native_amp = self.mixed_precision != "no"
 
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
@@ -213,6 +231,11 @@ class Accelerator:
         return self.state.mixed_precision
 
     @property
+    def fp8_backend(self) -> FP8BackendType:
+        """Return who computes in fp8."""
+        return self.precision.fp8_backend
+
+    @property
     def split_batches(self) -> bool:
         """Tell whether a loader's batch is cut among the processes."""
         return self.dataloader_config.split_batches
@@ -270,6 +293,35 @@ class Accelerator:
     def torch_device_mesh(self) -> Any:
         """Return the device mesh: None for plain data parallelism."""
         return self.state.device_mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Return this process's number among those that split its layers."""
+        return self._rank_along("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Return the number of this process's stage."""
+        return self._rank_along("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return this process's number among those that split its sequences."""
+        return self._rank_along("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return this process's number among those that see different samples."""
+        return self.strategy.data_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Return this process's number among those that share one copy of the model."""
+        return self._rank_along("dp_shard")
+
+    def _rank_along(self, axis: str) -> int:
+        mesh = self.torch_device_mesh
+        return 0 if mesh is None or axis not in mesh.mesh_dim_names else int(mesh.get_local_rank(axis))
 
     @property
     def is_fsdp2(self) -> bool:
@@ -362,11 +414,14 @@ class Accelerator:
         the loader that handed one out last; with two loaders side by side, name the one the data came from.
         """
         loader = self.gradient_state.active_dataloader if dataloader is None else dataloader
-        partial = loader.partial_round if loader is not None and self.num_processes > 1 else None
+        partial = loader.partial_round if loader is not None and self.strategy.num_data_ranks > 1 else None
         as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
         if partial is not None:
             return partial.gather(input_data, as_objects)
-        return collectives.gather_object(input_data) if as_objects else collectives.gather(input_data)
+        if self.strategy.num_data_ranks == 1:
+            return input_data
+        group = self.strategy.data_group
+        return collectives.gather_object(input_data, group) if as_objects else collectives.gather(input_data, group)
 
     # --- prepare --------------------------------------------------------------------------------------------------
 
@@ -431,8 +486,8 @@ class Accelerator:
         prepared = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
+            num_processes=self.strategy.num_data_ranks,
+            process_index=self.strategy.data_rank,
             split_batches=config.split_batches,
             put_on_device=self._placement(device_placement),
             rng_types=list(self.rng_types),
@@ -446,6 +501,7 @@ class Accelerator:
             constant_memory_shuffle=config.constant_memory_shuffle,
         )
         prepared.gradient_state = self.gradient_state
+        prepared.group = self.strategy.data_group
         self._dataloaders.append(prepared)
         return prepared
 
@@ -461,6 +517,7 @@ class Accelerator:
             optimizers or self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
+            batches_per_step=self.strategy.num_data_ranks,
         )
         prepared.gradient_state = self.gradient_state
         self._schedulers.append(prepared)
@@ -493,7 +550,9 @@ class Accelerator:
     ) -> Bundle:
         for model in models:
             self.verify_device_map(model)
-            self.precision.wrap_forward(model)
+            self.precision.convert(model)
+            if not self.strategy.capabilities.owns_precision:
+                self.precision.wrap_forward(model)
         bundle = self.strategy.prepare(
             Bundle(
                 models=models,
@@ -589,6 +648,26 @@ class Accelerator:
         else:  # every step comes here, and a call without ** is the cheaper one
             loss.backward()  # type: ignore[no-untyped-call]
 
+    def forward_backward(
+        self,
+        model: nn.Module,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run a batch through the model and compute gradients, however the model is spread; return the mean loss.
+
+        It stands for `loss = loss_fn(model(*args, **kwargs), target); accelerator.backward(loss)`, and is the only way
+        to train a model that is cut into the stages of a pipeline. Without `loss_fn` the model returns its own loss.
+        """
+        batch = Batch(args=args, kwargs=kwargs, target=target, loss_fn=loss_fn)
+        return self.strategy.forward_backward(model, batch, self._share_of_step, self.backward)
+
+    def _share_of_step(self, loss: Tensor) -> Tensor:
+        """Return what to begin the backward pass of a mean loss with."""
+        return self.precision.scale(self.window.share_of_mean(loss))
+
     def _warn_that_no_optimizer_obeys(self) -> None:
         """Name what only a prepared optimizer does, where it was asked for and none was prepared."""
         if self.gradient_accumulation_steps > 1:
@@ -641,6 +720,18 @@ class Accelerator:
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return a context that computes in the run's number format, for code outside a prepared model."""
         return self.precision.autocast(autocast_handler)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> AbstractContextManager[object]:
+        """Cut sequences among the processes of the `cp` axis inside the context; without that axis, do nothing.
+
+        Give everything that has a sequence dimension: inputs, positions and labels are cut in the same places.
+        """
+        return self.strategy.split_sequences(buffers or [], buffer_seq_dims or [], no_restore_buffers)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Joinable], even_batches: bool | None = None) -> Iterator[None]:
@@ -738,8 +829,12 @@ class Accelerator:
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's whole state, with the names the user's own model gives."""
-        return (self.unwrap_model(model) if unwrap else model).state_dict()
+        """Return the model's whole state, with the names the user's own model gives.
+
+        Where a model is spread over processes, all of them call it: the main process gets the state, the others an
+        empty one.
+        """
+        return self.strategy.whole_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk once: on the main process, or once per host with `save_on_each_node`."""
@@ -787,6 +882,7 @@ class Accelerator:
                 schedulers=self._schedulers,
                 loaders=self._dataloaders,
                 window=self.window,
+                strategy=self.strategy,
             )
             self._checkpointer = Checkpointer(self.state._runtime, self.project_configuration, prepared)
         return self._checkpointer
@@ -960,6 +1056,19 @@ def _refuse_what_has_not_landed(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
+
+
+def _compilation_in_code(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin | None:
+    if backend is None:
+        return plugin
+    if plugin is not None:
+        raise ValueError(
+            "Accelerator was given dynamo_backend and a dynamo_plugin: give the backend in one place, "
+            "TorchDynamoPlugin(backend=...)."
+        )
+    return TorchDynamoPlugin(backend=backend)
 
 
 def _is_prepared(obj: Any) -> bool:

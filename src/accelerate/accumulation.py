@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .parallel.base import Strategy
+from .parallel.dtensors import local
 from .runtime.gradient_state import GradientState
 
 
@@ -106,7 +107,7 @@ class AccumulationWindow:
         """Sum the counts of all processes; a window without any item has zero gradients, not NaNs."""
         total = items.clone()
         if self._shares > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.strategy.gradient_group)
         return total.clamp(min=1)
 
     def _agreed_reference(self, items: Tensor) -> float:
@@ -133,7 +134,7 @@ def _multiply_gradients(models: Iterable[nn.Module], factor: Tensor) -> None:
     for model in models:
         for param in model.parameters():
             if param.grad is not None:
-                by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
+                by_dtype.setdefault(param.grad.dtype, []).append(local(param.grad))
     for dtype, gradients in by_dtype.items():
         torch._foreach_mul_(gradients, factor.to(dtype))
 

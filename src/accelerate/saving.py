@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .parallel.dtensors import mesh_of
 from .runtime.runtime import Runtime
 
 
@@ -74,7 +75,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors share if they are tied: one memory, seen in one way."""
+    """Return what two tensors share if they are tied: one memory, seen in one way.
+
+    A process may hold nothing of a tensor that is spread over many: that one is known by its object.
+    """
+    if mesh_of(tensor) is not None:
+        return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

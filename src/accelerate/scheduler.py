@@ -26,11 +26,14 @@ class AcceleratedScheduler:
         optimizers: Any,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        *,
+        batches_per_step: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
+        self.batches_per_step = batches_per_step or Runtime.current().num_processes
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +45,7 @@ class AcceleratedScheduler:
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        times = 1 if self.split_batches else Runtime.current().num_processes
+        times = 1 if self.split_batches else self.batches_per_step
         if times > 1:
             _tell_once(type(self.scheduler).__name__, times)
         for _ in range(times):

@@ -15,6 +15,7 @@ from .config.enums import DistributedType
 from .config.plugins import InitProcessGroupKwargs
 from .config.settings import TrainingSettings
 from .data.splitting import share_of
+from .parallel.base import Strategy
 from .runtime import device as devices
 from .runtime.gradient_state import GradientState
 from .runtime.runtime import Runtime
@@ -250,6 +251,7 @@ class AcceleratorState(PartialState):
     parallelism_config: Any
     device_mesh: Any
     is_fsdp2: bool
+    _engine: DistributedType | None
 
     def __init__(
         self,
@@ -270,11 +272,12 @@ class AcceleratorState(PartialState):
                 mixed_precision=mixed_precision,
                 gradient_accumulation_steps=1,
                 gradient_accumulation_plugin=None,
+                dynamo_plugin=dynamo_plugin,
             )
             runtime.training = {
                 "_runtime": runtime,
                 "_mixed_precision": settings.mixed_precision,
-                "dynamo_plugin": dynamo_plugin,
+                "dynamo_plugin": settings.compilation,
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": None,
                 "fsdp_plugin": fsdp_plugin,
@@ -283,6 +286,7 @@ class AcceleratorState(PartialState):
                 "parallelism_config": parallelism_config,
                 "device_mesh": None,
                 "is_fsdp2": False,
+                "_engine": None,
             }
         self.__dict__ = runtime.training
 
@@ -306,6 +310,24 @@ class AcceleratorState(PartialState):
     def initialized(self) -> bool:
         """Tell whether this is a live record."""
         return super().initialized and is_initialized()
+
+    def _describe(self, strategy: Strategy) -> None:
+        """Note what the published attributes say of a strategy."""
+        mesh = getattr(strategy, "mesh", None)
+        if mesh is None:
+            return
+        self.parallelism_config, self.device_mesh = mesh.config, mesh.device_mesh
+        if mesh.sharding is not None:
+            self.fsdp_plugin, self.is_fsdp2, self._engine = strategy.plugin, True, DistributedType.FSDP  # type: ignore[attr-defined]
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Return the engine that spreads the models, else how the processes work together."""
+        return self._engine or self._runtime.distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, distributed_type: DistributedType) -> None:
+        self._engine = distributed_type
 
     @property
     def mixed_precision(self) -> str:

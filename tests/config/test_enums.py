@@ -6,7 +6,15 @@ import pickle
 
 import pytest
 
-from accelerate.config.enums import BaseEnum, DDPCommunicationHookType, DistributedType, PrecisionType, RNGType
+from accelerate.config.enums import (
+    BaseEnum,
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    FP8BackendType,
+    PrecisionType,
+    RNGType,
+)
 
 PUBLISHED = [
     (PrecisionType, {"no", "fp8", "fp16", "bf16"}),
@@ -15,6 +23,14 @@ PUBLISHED = [
         {"torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu", "neuron", "generator"},
     ),
     (DDPCommunicationHookType, {"no", "fp16", "bf16", "power_sgd", "batched_power_sgd"}),
+    (
+        DynamoBackend,
+        {
+            *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI"),
+            *("FX2TRT", "ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM"),
+            *("HPU_BACKEND", "NEURON"),
+        },
+    ),
 ]
 
 
@@ -50,6 +66,11 @@ def test_an_unknown_value_is_refused_with_the_choices() -> None:
 def test_distributed_types_print_with_their_class_name() -> None:
     assert str(DistributedType.MULTI_CPU) == f"{DistributedType.MULTI_CPU}" == "DistributedType.MULTI_CPU"
     assert DistributedType.MULTI_CPU == "MULTI_CPU"
+
+
+def test_fp8_backends_print_with_their_class_name() -> None:
+    assert str(FP8BackendType.AO) == "FP8BackendType.AO"
+    assert {member.value for member in FP8BackendType} == {"NO", "AO", "TE", "MSAMP"}
 
 
 def test_distributed_types_are_the_published_ones() -> None:

@@ -85,9 +85,7 @@ def test_exported_settings_are_read_back_as_they_were(monkeypatch: pytest.Monkey
     ("engine", "variable"),
     [
         ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
-        ("FSDP", "ACCELERATE_USE_FSDP"),
         ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
-        ("a parallelism configuration", "ACCELERATE_USE_PARALLELISM_CONFIG"),
     ],
 )
 def test_an_engine_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch, engine: str, variable: str) -> None:

@@ -79,12 +79,10 @@ def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> Non
 @pytest.mark.parametrize(
     ("flags", "text", "complaint"),
     [
-        ({"use_fsdp": True}, "", r"FSDP \(flag --use_fsdp\)"),
+        ({"use_deepspeed": True}, "", r"DeepSpeed \(flag --use_deepspeed\)"),
         ({}, "distributed_type: DEEPSPEED", r"DeepSpeed \(.*config.yaml: distributed_type\)"),
         ({}, "distributed_type: MEGATRON_LM", "Megatron-LM"),
-        ({}, "parallelism_config:\n  parallelism_config_tp_size: 2", "a parallelism configuration"),
         ({}, "compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
-        ({"mixed_precision": "fp8"}, "", "fp8"),
         ({"tpu": True}, "", "TPU"),
     ],
 )
@@ -97,13 +95,34 @@ def test_an_engine_that_has_not_landed_is_refused_by_name(
         settings.refuse_missing_engines(file)
 
 
+def test_engines_that_are_here_carry_their_settings_into_the_processes(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+    text += "parallelism_config:\n  parallelism_config_tp_size: 2\n"
+    file = config(tmp_path, text)
+    settings = LaunchSettings.resolve({"fsdp_activation_checkpointing": "true"}, file)
+    settings.refuse_missing_engines(file)
+    assert settings.without_effect() == []
+    variables = settings.child_variables()
+    assert {name: variables[name].lower() for name in variables if "FSDP" in name or "PARALLELISM" in name} == {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
+
+
 def test_a_flag_that_nobody_reads_is_told() -> None:
-    settings = LaunchSettings.resolve({"fsdp_version": "2", "fp8_backend": "te", "dynamo_backend": "inductor"}, None)
+    settings = LaunchSettings.resolve({"fsdp_version": "2", "fp8_backend": "te", "dynamo_mode": "max-autotune"}, None)
     told = "\n".join(settings.without_effect())
     assert "fsdp_version = 2 (flag --fsdp_version) has no effect" in told
     assert "fp8_backend" in told
-    assert "uncompiled" in told
-    assert LaunchSettings.resolve({"mixed_precision": "bf16"}, None).without_effect() == []
+    assert (
+        "dynamo_mode = max-autotune (flag --dynamo_mode) has no effect: it is read with a dynamo_backend only" in told
+    )
+    read = {"mixed_precision": "fp8", "fp8_backend": "ao", "dynamo_backend": "inductor", "dynamo_mode": "max-autotune"}
+    assert LaunchSettings.resolve(read, None).without_effect() == []
 
 
 def test_a_child_knows_what_its_launch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

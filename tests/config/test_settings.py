@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from accelerate.config.compilation import TorchDynamoPlugin
 from accelerate.config.enums import PrecisionType
 from accelerate.config.plugins import GradientAccumulationPlugin
-from accelerate.config.settings import TrainingSettings, refuse_requested_engine
+from accelerate.config.settings import TrainingSettings
 from accelerate.errors import UnsupportedSettingError
 
 
@@ -18,11 +19,13 @@ def resolved(
     mixed_precision: str | None = None,
     gradient_accumulation_steps: int = 1,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+    dynamo_plugin: TorchDynamoPlugin | None = None,
 ) -> TrainingSettings:
     return TrainingSettings.from_arguments(
         mixed_precision=mixed_precision,
         gradient_accumulation_steps=gradient_accumulation_steps,
         gradient_accumulation_plugin=gradient_accumulation_plugin,
+        dynamo_plugin=dynamo_plugin,
     )
 
 
@@ -77,21 +80,11 @@ def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(mon
         resolved()
 
 
-def test_fp8_is_refused_instead_of_quietly_run_in_another_format() -> None:
-    with pytest.raises(UnsupportedSettingError, match=r"does not have it yet\. Use bf16 or fp16") as refusal:
-        resolved("fp8")
-    assert refusal.value.setting == 'mixed_precision="fp8"'
-    assert refusal.value.remedy == "Use bf16 or fp16."
-    assert isinstance(refusal.value, ValueError)
-
-
 @pytest.mark.parametrize(
     "variable",
     [
         "ACCELERATE_USE_DEEPSPEED",
-        "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_MEGATRON_LM",
-        "ACCELERATE_USE_PARALLELISM_CONFIG",
     ],
 )
 def test_an_engine_asked_for_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
@@ -141,11 +134,26 @@ print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
     assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
 
 
-def test_a_compile_backend_in_the_environment_is_warned_about_until_it_has_an_effect(
+def test_what_the_code_leaves_out_of_a_compile_plugin_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    with pytest.warns(UserWarning, match="ACCELERATE_DYNAMO_BACKEND=inductor has no effect"):
-        refuse_requested_engine()
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
-    refuse_requested_engine()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    told = resolved().compilation
+    assert told.to_kwargs() == {"backend": "inductor", "mode": "max-autotune", "fullgraph": True}
+    assert told.use_regional_compilation is True
+    settings = resolved(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", fullgraph=False))
+    assert settings.compilation.to_kwargs() == {"backend": "aot_eager", "mode": "max-autotune"}
+    explained = settings.explain()
+    assert "dynamo_backend = aot_eager  (code)" in explained
+    assert "dynamo_mode = max-autotune  (environment variable ACCELERATE_DYNAMO_MODE)" in explained
+    assert "dynamo_use_dynamic = None  (default)" in explained
+
+
+def test_an_unknown_compile_backend_is_refused_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not resolved().compilation.compiles
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductr")
+    with pytest.raises(ValueError, match=r"environment variable ACCELERATE_DYNAMO_BACKEND.*'INDUCTR' is not a Dynamo"):
+        resolved()

@@ -152,6 +152,11 @@ def test_a_compiled_model_can_be_prepared_and_unwrapped() -> None:
     assert model(torch.randn(2, 12)).dtype == torch.float32
     assert accelerator.unwrap_model(model) is compiled
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is own
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in vars(own)
+    features = torch.randn(2, 12)
+    assert torch.equal(bare(features), own(features))
+    assert torch.equal(own(features), nn.Sequential.forward(own, features))
 
 
 def test_compiling_a_prepared_model_traces_its_autocast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -45,14 +46,21 @@ def test_a_slow_block_is_described_while_it_runs_and_at_its_end(
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.05)
     monkeypatch.setattr(module, "_BETWEEN_SECONDS_IN_A_FILE", 0.0)
     monkeypatch.setattr(module, "_BETWEEN_SECONDS", 0.05)
-    written = [0]
-    with while_slow(lambda: f"Saving: {written[0]} MB"):
-        time.sleep(0.1)
-        written[0] = 7
-        time.sleep(0.2)
+    written, asked = [0], [0]
+
+    def describe() -> str:
+        asked[0] += 1
+        return f"Saving: {written[0]} MB"
+
+    with while_slow(describe):
+        for amount in (0, 7):
+            written[0] = amount
+            before = asked[0]
+            while asked[0] < before + 2:  # the second time, it is described as it is now
+                time.sleep(0.01)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Saving: 0 MB, 0 s"
-    assert lines[-1] == "Saving: 7 MB, 0 s: done"
+    assert lines[0].startswith("Saving: 0 MB, ")
+    assert re.fullmatch(r"Saving: 7 MB, \d+ s: done", lines[-1])
 
 
 def test_a_quick_block_is_not_described(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,4 +68,7 @@ def test_guarded_methods_run_on_the_main_process_unless_the_tracker_is_for_every
 def test_a_blank_tracker_takes_every_call_and_stays_blank() -> None:
     blank = BlankTracker()
     assert blank.tracker.experiment.log_artifact("x", step=1) is blank
+    blank.summary["best"] = 7
+    with blank.span("x") as inside:
+        assert inside["y"] is blank
     assert not hasattr(blank, "__len__")

@@ -71,6 +71,7 @@ def test_flattening_names_every_value_by_its_way_down() -> None:
     config = {"model": {"depth": 2, "sizes": [1, 2], "extra": {}}, "name": None}
     assert flat(config) == {"model.depth": 2, "model.sizes": "[1, 2]", "model.extra": "{}", "name": None}
     assert flat(config, separator="/")["model/depth"] == 2
+    assert flat({}) == {}
 
 
 def test_steps_are_counted_on_from_the_last_one_that_was_given() -> None:

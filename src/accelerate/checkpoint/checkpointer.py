@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
+from ..parallel.base import Strategy
 from ..parallel.unwrapping import extract_model_from_parallel
 from ..runtime.progress import while_slow
 from ..runtime.random import set_seed
@@ -27,14 +28,17 @@ from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,
+    SHARDS,
     automatic_name,
     custom_file,
     iteration_of,
+    model_folder,
     numbered,
+    optimizer_folder,
     random_states_file,
     unfinished,
 )
-from .parts import ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
+from .parts import ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart, whole_state
 from .preemption import Preemption
 from .remote import RemoteStore
 from .staging import Staging
@@ -63,6 +67,7 @@ class Prepared:
     schedulers: list[Any]
     loaders: list[Any]
     window: Any
+    strategy: Strategy
 
 
 class Checkpointer:
@@ -118,15 +123,9 @@ class Checkpointer:
     def _own_models(self) -> list[nn.Module]:
         return [extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models]
 
-    def _parts(self, models: Sequence[nn.Module], scaler: Any, suffix: str, rank: int) -> list[Part]:
-        parts: list[Part] = [
-            ModelPart(numbered("model", index, ""), numbered(_stem(suffix), index, suffix), model)
-            for index, model in enumerate(models)
-        ]
-        parts += [
-            OptimizerPart(numbered("optimizer", index, ""), numbered("optimizer", index, ".bin"), optimizer)
-            for index, optimizer in enumerate(self.prepared.optimizers)
-        ]
+    def _parts(self, models: Sequence[nn.Module], scaler: Any, form: str, rank: int) -> list[Part]:
+        """Return everything there is, models and optimizers in one of three forms: SHARDS, .safetensors, .bin."""
+        parts = self._shards(models) if form == SHARDS else self._files(models, form)
         parts += [
             StatefulPart(numbered("scheduler", index, ""), numbered("scheduler", index, ".bin"), scheduler)
             for index, scheduler in enumerate(self.prepared.schedulers)
@@ -141,6 +140,38 @@ class Checkpointer:
         parts.append(RandomPart(random_states_file(rank), self.runtime, self.prepared.window))
         return parts
 
+    def _files(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
+        is_whole = self.prepared.strategy.holds_whole_models
+        return [
+            *(
+                ModelPart(
+                    numbered("model", index, ""), numbered(_stem(suffix), index, suffix), model, is_whole=is_whole
+                )
+                for index, model in enumerate(models)
+            ),
+            *(
+                OptimizerPart(numbered("optimizer", index, ""), numbered("optimizer", index, ".bin"), optimizer)
+                for index, optimizer in enumerate(self.prepared.optimizers)
+            ),
+        ]
+
+    def _shards(self, models: Sequence[nn.Module]) -> list[Part]:
+        from .shards import ShardedModelPart, ShardedOptimizerPart  # on first use: torch's DCP takes long to import
+
+        is_whole = self.prepared.strategy.holds_whole_models
+        return [
+            *(
+                ShardedModelPart(numbered("model", index, ""), model_folder(index), model, is_whole=is_whole)
+                for index, model in enumerate(models)
+            ),
+            *(
+                ShardedOptimizerPart(
+                    numbered("optimizer", index, ""), optimizer_folder(index), optimizer, models, self.engine.crew
+                )
+                for index, optimizer in enumerate(self.prepared.optimizers)
+            ),
+        ]
+
     # --- save -----------------------------------------------------------------------------------------------------
 
     def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
@@ -149,13 +180,17 @@ class Checkpointer:
         self._warn_of_open_window()
         store, name, iteration = self._target(target)
         draft = self.engine.open(store, name, step=self.prepared.window.step, iteration=iteration)
-        suffix = ".safetensors" if safe_serialization else ".bin"
+        form = ".safetensors" if safe_serialization else ".bin"
+        if self.prepared.strategy.saves_shards:
+            form = SHARDS
+            self._refuse_separate_disks()
         models = self._own_models()
         with self.engine.together(f"checkpoint {draft.path} was not made", draft):
-            models, weights = self._after_save_hooks(models, draft.folder)
-            draft.parts = self._parts(models, scaler, suffix, self.runtime.process_index)
-            draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective}
-            draft.states |= {part.name: state for part, state in zip(draft.parts, weights, strict=False)}
+            models, weights = self._after_save_hooks(models, draft.folder, form)
+            draft.parts = self._parts(models, scaler, form, self.runtime.process_index)
+            draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective or part.is_folder}
+            model_parts = [part for part in draft.parts if isinstance(part, ModelPart)]
+            draft.states |= {part.name: part.named(state) for part, state in zip(model_parts, weights, strict=False)}
             if not wait:
                 own = self.engine.written_here(draft.parts)
                 draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
@@ -169,6 +204,13 @@ class Checkpointer:
             self.project.iteration = iteration + 1
         return str(draft.path)
 
+    def _refuse_separate_disks(self) -> None:
+        if self.project.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True keeps a checkpoint on every host, and no host has all shards. Save to a folder "
+                'that all machines share, or use state_dict_type="FULL_STATE_DICT".'
+            )
+
     def _warn_of_open_window(self) -> None:
         window = self.prepared.window
         if not window.gradient_state.sync_gradients and self.runtime.is_main_process:
@@ -180,11 +222,14 @@ class Checkpointer:
                 window.gradient_state.num_steps,
             )
 
-    def _after_save_hooks(self, models: list[nn.Module], folder: Path) -> tuple[list[nn.Module], list[dict[str, Any]]]:
+    def _after_save_hooks(
+        self, models: list[nn.Module], folder: Path, form: str
+    ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
         """Let hooks write what they like; what is left in the list of weights, as it is then, is still to be saved."""
         if not self.save_hooks:
             return models, []
-        before = [model.state_dict() for model in models]
+        own = [model.state_dict() for model in models]
+        before = own if form == SHARDS else [whole_state(state) for state in own]
         handed, weights = list(models), list(before)
         for hook in self.save_hooks.values():
             hook(handed, weights, str(folder))
@@ -289,7 +334,7 @@ class Checkpointer:
             with self.engine.together(f"{fetched.path} was not loaded"):
                 for hook in self.load_hooks.values():
                     hook(models, str(fetched.folder))
-            parts = self._parts(models, scaler, self._suffix(fetched.folder), self.runtime.process_index)
+            parts = self._parts(models, scaler, self._form_of(fetched.folder), self.runtime.process_index)
             for part in parts:
                 if isinstance(part, ModelPart):
                     part.load_options |= model_options
@@ -320,7 +365,9 @@ class Checkpointer:
             logger.warning("Asked to leave by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
         raise SystemExit(START_ME_AGAIN)
 
-    def _suffix(self, folder: Path) -> str:
+    def _form_of(self, folder: Path) -> str:
+        if (folder / model_folder(0)).is_dir():
+            return SHARDS
         return ".bin" if (folder / "pytorch_model.bin").is_file() else ".safetensors"
 
     def _is_wanted(self, file: str) -> bool:

@@ -22,7 +22,7 @@ from ..saving import flush
 from . import codec
 from .crew import Crew
 from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, FileFacts, is_published, random_states_file
-from .parts import Part, storable
+from .parts import Part
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class CheckpointEngine:
         """Write and commit, or raise the same error on every process and leave nothing behind."""
         facts: dict[str, FileFacts] = {}
         with self.together(f"checkpoint {draft.path} was not made", draft):
-            facts = write_parts(draft, self.written_here(draft.parts))
+            facts = write_parts(draft, self.written_here(draft.parts), self.crew)
             if not draft.store.is_shared:
                 facts = all_files(draft.folder, facts)
             draft.store.publish(draft.folder, draft.name, draft.token)
@@ -202,12 +202,12 @@ class CheckpointEngine:
             objections: list[str] = []
             for part in parts:
                 path = source.folder / part.file
-                if not path.is_file():
+                if not path.exists():
                     if part.name not in optional:
                         report.missing.append(f"{part.name} ({part.file})")
                     continue
                 with naming(part, "cannot be read"):
-                    states[part.name] = codec.read(path, **load_options)
+                    states[part.name] = part.read(path, self.crew, **load_options)
                     objection = part.objection(states[part.name])
                 if objection is not None:
                     objections.append(f"{part.name} was saved {objection}")
@@ -305,25 +305,35 @@ def _named(error: Exception) -> str:
     )
 
 
-def write_parts(draft: Draft, parts: Sequence[Part]) -> dict[str, FileFacts]:
+def write_parts(draft: Draft, parts: Sequence[Part], crew: Crew) -> dict[str, FileFacts]:
     """Write parts one after another; one is flushed and checked while the next is written.
 
     The last ones are written first: optimizers are larger than models, and what comes last has nothing to hide behind.
     """
     with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(codec.THREADS) as checkers:
-        pending: dict[str, tuple[Future[None], Future[FileFacts]]] = {}
-        for part in reversed(parts):
+        pending: dict[Path, tuple[Future[None], Future[FileFacts]]] = {}
+        # Folders first: all processes write them together, so none may have failed before.
+        for part in [*(part for part in parts if part.is_folder), *(p for p in reversed(parts) if not p.is_folder)]:
             path = draft.folder / part.file
             state = draft.state_of(part)
             with naming(part, "could not be written", draft.folder):
-                codec.write(storable(part, state), path)
+                part.write(state, path, crew)
                 _tell_strangers(part, path)
-            pending[part.file] = (pool.submit(flush, path), pool.submit(codec.facts_of, path, checkers))
+            for file in _written_by_this_process(part, path, crew):
+                pending[file] = (pool.submit(flush, file), pool.submit(codec.facts_of, file, checkers))
         facts: dict[str, FileFacts] = {}
         for file, (flushed, checked) in pending.items():
             flushed.result()
-            facts[file] = checked.result()
+            facts[file.relative_to(draft.folder).as_posix()] = checked.result()
     return facts
+
+
+def _written_by_this_process(part: Part, path: Path, crew: Crew) -> list[Path]:
+    if not part.is_folder:
+        return [path]
+    return [file for file in path.iterdir() if file.name.startswith(f"__{crew.rank}_")] + (
+        [file for file in path.iterdir() if not file.name.startswith("__")] if crew.rank == 0 else []
+    )
 
 
 def _tell_strangers(part: Part, path: Path) -> None:

@@ -22,6 +22,8 @@ COMMIT_FILE = "commit.json"
 PROGRESS_FILE = "progress.bin"
 SCALER_FILE = "scaler.pt"
 CHECKPOINTS_FOLDER = "checkpoints"
+SHARDS = "shards"
+"""The form of a checkpoint whose models and optimizers are folders, in which every process wrote its part."""
 
 _UNFINISHED = re.compile(r"^(?P<name>.+)\.(?P<state>partial|removed|replaced)-(?P<id>[0-9a-f]{8})$")
 _PUBLISHED = re.compile(
@@ -34,6 +36,16 @@ _AUTOMATIC = re.compile(r"^checkpoint_(?P<iteration>\d+)$")
 def numbered(stem: str, index: int, suffix: str) -> str:
     """Return the published name of the index-th file of a kind: `model.safetensors`, `model_1.safetensors`."""
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
+
+
+def model_folder(index: int) -> str:
+    """Return the published folder of the index-th model, of which every process wrote its part."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def optimizer_folder(index: int) -> str:
+    """Return the published folder of the index-th optimizer, of which every process wrote its part."""
+    return f"optimizer_{index}"
 
 
 def random_states_file(rank: int) -> str:

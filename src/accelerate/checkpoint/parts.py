@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.position import Position, PositionError
+from ..parallel.dtensors import mesh_of, spread_like, whole
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
 from ..saving import clean_state_dict_for_safetensors, memory_of
+from . import codec
+from .crew import Crew
 from .layout import PROGRESS_FILE
 
 
@@ -25,6 +30,8 @@ class Part(ABC):
     """Every process has its own, in a file of its own."""
     is_collective = False
     """Capturing it takes all processes, though one of them writes it."""
+    is_folder = False
+    """It is a folder that all processes write and read together, each its part."""
     is_users_own = False
     """Its state comes from the user's own code, and may hold anything."""
 
@@ -35,6 +42,14 @@ class Part(ABC):
     @abstractmethod
     def capture(self) -> Any:
         """Return the state as it is now; the tensors in it may still be the live ones."""
+
+    def write(self, state: Any, path: Path, crew: Crew) -> None:
+        """Write a state to its file."""
+        codec.write(clean_state_dict_for_safetensors(state) if path.suffix == ".safetensors" else state, path)
+
+    def read(self, path: Path, crew: Crew, **load_options: Any) -> Any:
+        """Read a state from its file."""
+        return codec.read(path, **load_options)
 
     @abstractmethod
     def restore(self, state: Any) -> None:
@@ -48,22 +63,34 @@ class Part(ABC):
 class ModelPart(Part):
     """The weights and buffers of a model, under the names of the user's own module."""
 
-    def __init__(self, name: str, file: str, model: nn.Module, load_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, name: str, file: str, model: nn.Module, *, is_whole: bool = True) -> None:
         super().__init__(name, file)
         self.model = model
-        self.load_options = {"strict": True, **(load_options or {})}
+        self.is_whole = is_whole
+        """False for a stage of a pipeline: the checkpoint holds the other stages too."""
+        self.load_options: dict[str, Any] = {"strict": True}
+
+    @property
+    def is_collective(self) -> bool:  # type: ignore[override]
+        """Tell whether the tensors are spread over processes, and one of them is to write whole ones."""
+        return not self.is_folder and any(mesh_of(param) is not None for param in self.model.parameters())
 
     def capture(self) -> dict[str, Any]:
         """Return the whole state."""
-        return self.model.state_dict()
+        return whole_state(self.model.state_dict())
+
+    def named(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's state under the names that its file has."""
+        return state
 
     def objection(self, state: Any) -> str | None:
         """Compare names and shapes; a tied weight may be stored under any one of its names."""
         if not self.load_options["strict"]:
             return None
-        own = self.model.state_dict()
+        own = self.model.state_dict(keep_vars=True)
         complete = with_ties(state, own)
-        missing, extra = sorted(own.keys() - complete.keys()), sorted(complete.keys() - own.keys())
+        missing = sorted(own.keys() - complete.keys())
+        extra = sorted(complete.keys() - own.keys()) if self.is_whole else []
         reshaped = [
             f"{name} is {tuple(complete[name].shape)} there and {tuple(own[name].shape)} here"
             for name in sorted(own.keys() & complete.keys())
@@ -78,8 +105,29 @@ class ModelPart(Part):
 
     def restore(self, state: Any) -> None:
         """Load the weights."""
-        own = self.model.state_dict()
-        self.model.load_state_dict(with_ties(state, own), **self.load_options)
+        own = self.model.state_dict(keep_vars=True)
+        fitting = {name: value for name, value in with_ties(state, own).items() if self.is_whole or name in own}
+        spread = {
+            name: spread_like(value, own[name]) if isinstance(own.get(name), Tensor) else value
+            for name, value in fitting.items()
+            if not (isinstance(value, Tensor) and value.is_meta and not self.load_options["strict"])
+        }
+        self.model.load_state_dict(spread, **self.load_options)
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with whole tensors on the main process; the others take part, and keep only what is whole anyway.
+
+    One tensor after the other, so that no process but the main one ever holds more than one of them.
+    """
+    gathered = dict(state)
+    for name, value in state.items():
+        if isinstance(value, dict):
+            gathered[name] = whole_state(value)
+        elif isinstance(value, Tensor) and mesh_of(value) is not None:
+            full = whole(value)
+            gathered[name] = full.cpu() if dist.get_rank() == 0 else None
+    return gathered
 
 
 def with_ties(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +173,35 @@ class OptimizerPart(StatefulPart):
         there = [len(group["params"]) for group in state["param_groups"]]
         here = [len(group["params"]) for group in self.owner.param_groups]
         return None if there == here else f"with parameter groups of {there} parameters; here they have {here}"
+
+    @property
+    def is_collective(self) -> bool:  # type: ignore[override]
+        """Tell whether moments are spread over processes, and one of them is to write whole ones."""
+        return not self.is_folder and any(mesh_of(param) is not None for param in self._parameters())
+
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.owner.param_groups for param in group["params"]]
+
+    def capture(self) -> Any:
+        """Return the whole state."""
+        state = self.owner.state_dict()
+        return {**state, "state": whole_state(state["state"])} if self.is_collective else state
+
+    def restore(self, state: Any) -> None:
+        """Give every parameter its moments, spread as it is."""
+        params = self._parameters()
+        if self.is_collective:
+            moments = {
+                index: {
+                    name: spread_like(value, params[index])
+                    if isinstance(value, Tensor) and value.shape == params[index].shape
+                    else value
+                    for name, value in of_one.items()
+                }
+                for index, of_one in state["state"].items()
+            }
+            state = {**state, "state": moments}
+        self.owner.load_state_dict(state)
 
 
 class RandomPart(Part):
@@ -192,11 +269,6 @@ class ProgressPart(Part):
         """Let every loader go on where it was."""
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
-
-
-def storable(part: Part, state: Any) -> Any:
-    """Return a state in the form its file takes."""
-    return clean_state_dict_for_safetensors(state) if part.file.endswith(".safetensors") else state
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel.dtensors import local, part_of
 from ..runtime.nested import leaves
 from ..saving import memory_of
 from .codec import THREADS
@@ -36,13 +37,14 @@ class Staging:
             place = memory_of(tensor)
             if tensor.numel() and place in copies:  # tied weights stay tied
                 return copies[place]
+            source = local(tensor.detach())
             buffer = old[len(new)] if len(new) < len(old) else None
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = torch.empty(source.shape, dtype=source.dtype)
             new.append(buffer)
-            sources.append(tensor.detach())
-            copies[place] = buffer
-            return buffer
+            sources.append(source)
+            copies[place] = part_of(tensor, buffer)
+            return copies[place]
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
         staged = deepcopy(state, copies_of)  # arrays and lists go on changing too

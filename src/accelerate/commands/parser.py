@@ -13,6 +13,7 @@ VERBS = {
     "config": "answer questions, and write the answers to a file",
     "env": "print versions, devices and settings, for bug reports",
     "launch": "start a script on one process or many",
+    "merge-weights": "turn a sharded model into files that every tool reads",
     "report": "show logged runs as an HTML page, or live in the terminal",
     "verify-resume": "prove that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",

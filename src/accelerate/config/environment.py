@@ -26,6 +26,14 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
     "debug": ("ACCELERATE_DEBUG_MODE", bool),
     "device": ("ACCELERATE_TORCH_DEVICE", str),
+    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", str),
+    "dynamo_mode": ("ACCELERATE_DYNAMO_MODE", str),
+    "dynamo_use_dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", bool),
+    "dynamo_use_fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", bool),
+    "dynamo_use_regional_compilation": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", bool),
+    "fp8_backend": ("ACCELERATE_FP8_BACKEND", str),
+    "fp8_enable_fsdp_float8_all_gather": ("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", bool),
+    "fp8_pad_inner_dim": ("ACCELERATE_FP8_PAD_INNER_DIM", bool),
     "fork_launched": ("FORK_LAUNCHED", bool),
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
     "log_level": ("ACCELERATE_LOG_LEVEL", str),
@@ -35,10 +43,52 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
 # Engines that the published variables can ask for and that this version refuses by name.
 ENGINE_VARIABLES: Mapping[str, str] = {
     "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
-    "FSDP": "ACCELERATE_USE_FSDP",
     "Megatron-LM": "ACCELERATE_USE_MEGATRON_LM",
-    "a parallelism configuration": "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
+
+
+USE_FSDP = "ACCELERATE_USE_FSDP"
+USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+# Field of the plugin -> the published variable.
+FSDP_VARIABLES: Mapping[str, str] = {
+    "fsdp_version": "FSDP_VERSION",
+    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "backward_prefetch": "FSDP_BACKWARD_PREFETCH",
+    "forward_prefetch": "FSDP_FORWARD_PREFETCH",
+    "use_orig_params": "FSDP_USE_ORIG_PARAMS",
+    "sync_module_states": "FSDP_SYNC_MODULE_STATES",
+    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "min_num_params": "FSDP_MIN_NUM_PARAMS",
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+    "state_dict_type": "FSDP_STATE_DICT_TYPE",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "activation_checkpointing_offload": "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
+}
+
+# Size of an axis -> the published variable.
+PARALLELISM_VARIABLES: Mapping[str, str] = {
+    f"{axis}_size": f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+}
+
+
+def read_fsdp() -> dict[str, str] | None:
+    """Return the fields of the FSDP plugin that the environment sets, or None where it does not ask for FSDP."""
+    if not _read_as(USE_FSDP, bool):
+        return None
+    return {field: os.environ[name] for field, name in FSDP_VARIABLES.items() if os.environ.get(name)}
+
+
+def read_parallelism() -> dict[str, Any] | None:
+    """Return the sizes of the axes that the environment sets, or None where it asks for no mesh."""
+    if not _read_as(USE_PARALLELISM, bool):
+        return None
+    return {field: _read_as(name, int) for field, name in PARALLELISM_VARIABLES.items() if os.environ.get(name)}
 
 
 def variable_of(setting: str) -> str:
@@ -61,6 +111,11 @@ def _read_as(name: str, kind: type) -> Any:
         raise ValueError(f"The environment variable {name}={raw!r} is not a valid {kind.__name__}: {error}") from error
 
 
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables, for other libraries in this process to read."""
+    os.environ.update(variables)
+
+
 def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that carry these settings into a child process; None is left out."""
     return {variable_of(name): str(value) for name, value in settings.items() if value is not None}
@@ -68,9 +123,6 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 # The folder of a diary, which `accelerate verify-resume` asks a run to keep.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
-
-# A setting that changes speed, not results: it is warned about until it has an effect.
-COMPILE_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 
 
 def requested_engine() -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UnsupportedSettingError
 from .environment import read
-from .files import ENGINE_OF_SWITCH, ConfigFile, engine_of_kind
+from .files import ENGINE_OF_SWITCH, MISSING_ENGINES, ConfigFile, engine_of_kind
 from .options import COMPILE, FP8, OPTIONS, Option, as_flags
 from .origins import NOT_YET, Resolved
 
@@ -88,17 +88,20 @@ class LaunchSettings:
 
     def refuse_missing_engines(self, config: ConfigFile | None) -> None:
         """Raise if an engine is asked for that has not landed, instead of quietly running something else."""
-        for switch, engine in ENGINE_OF_SWITCH.items():
+        for switch, engine in MISSING_ENGINES.items():
             if self.resolved[switch].value:
                 raise UnsupportedSettingError(f"{engine} ({self.origin(switch)})", NOT_YET, _without(switch))
         if config is not None and (service := engine_of_kind(config.kind)) is not None:
             raise UnsupportedSettingError(
                 f"{service} ({config.path}: compute_environment)", NOT_YET, "Use compute_environment: LOCAL_MACHINE."
             )
-        if self.mixed_precision == "fp8":
-            raise UnsupportedSettingError(
-                f"mixed_precision fp8 ({self.origin('mixed_precision')})", NOT_YET, "Use bf16 or fp16."
-            )
+
+    def _used_engines(self) -> set[str]:
+        """Return the engines whose options the processes of this launch read."""
+        used = {engine for switch, engine in ENGINE_OF_SWITCH.items() if self.resolved[switch].value}
+        if self.resolved["dynamo_backend"].value not in (None, "no"):
+            used.add(COMPILE)
+        return used | ({FP8} if self.mixed_precision == "fp8" else set())
 
     def without_effect(self) -> list[str]:
         """Return a sentence for every value that somebody asked for and nobody reads."""
@@ -109,12 +112,14 @@ class LaunchSettings:
             value = self.resolved[option.name]
             if value.value in (option.default, "no", None) or value.origin.rpartition(": ")[0]:  # a file's sections
                 continue
-            what = "models run uncompiled" if option.engine == COMPILE else f"it is read by {option.engine} only"
-            if option.engine == FP8:
-                what = "it is read by mixed_precision fp8 only"
+            if option.engine in self._used_engines():
+                continue
+            what = _READ_WITH.get(option.engine, f"it is read by {option.engine} only")
             sentences.append(f"{option.name} = {value.value} ({value.origin}) has no effect: {what}.")
         return sentences
 
+
+_READ_WITH = {COMPILE: "it is read with a dynamo_backend only", FP8: "it is read by mixed_precision fp8 only"}
 
 # Left to the plan, which knows the machines and how many processes share the cores.
 _SET_BY_THE_PLAN = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS"})

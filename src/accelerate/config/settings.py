@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UnsupportedSettingError
+from .compilation import DEFAULTS, SETTING_OF_FIELD, TorchDynamoPlugin, backend_named
 from .enums import PrecisionType
-from .environment import COMPILE_VARIABLE, read, read_setting, requested_engine, variable_of
+from .environment import read, read_fsdp, read_parallelism, read_setting, requested_engine, variable_of
 from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
+from .parallelism import ParallelismConfig
 from .plugins import GradientAccumulationPlugin
+from .sharding import FullyShardedDataParallelPlugin
 
 
 def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
@@ -32,9 +34,15 @@ class TrainingSettings:
     """The settings of one Accelerator that shape its training steps."""
 
     mixed_precision: str
-    """Number format of the forward pass: "no", "fp16" or "bf16"."""
+    """Number format of the forward pass: "no", "fp16", "bf16" or "fp8"."""
     gradient_accumulation: GradientAccumulationPlugin
     """How micro-batches add up to an optimizer step."""
+    compilation: TorchDynamoPlugin
+    """How models are compiled."""
+    sharding: FullyShardedDataParallelPlugin | None
+    """How parameters are sharded, if they are."""
+    parallelism: ParallelismConfig | None
+    """Over which axes the processes are spread, if that was said."""
     origins: Mapping[str, str]
     """Field name -> where its value came from."""
 
@@ -45,6 +53,9 @@ class TrainingSettings:
         mixed_precision: str | None,
         gradient_accumulation_steps: int,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
     ) -> TrainingSettings:
         """Resolve the arguments of `Accelerator` against the environment."""
         precision = resolve("mixed_precision", mixed_precision, "no")
@@ -66,10 +77,18 @@ class TrainingSettings:
             plugin, origin = GradientAccumulationPlugin(num_steps=steps.value), steps.origin
         if not isinstance(plugin.num_steps, int) or plugin.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be 1 or more, not {plugin.num_steps!r} ({origin}).")
+        compilation, compilation_origins = resolve_compilation(dynamo_plugin)
         return cls(
             mixed_precision=str(PrecisionType(str(precision.value))),
             gradient_accumulation=plugin,
-            origins={"mixed_precision": precision.origin, "gradient_accumulation_steps": origin},
+            compilation=compilation,
+            sharding=fsdp_plugin or _sharding_from_environment(),
+            parallelism=parallelism_config or _parallelism_from_environment(),
+            origins={
+                "mixed_precision": precision.origin,
+                "gradient_accumulation_steps": origin,
+                **compilation_origins,
+            },
         )
 
     def explain(self) -> str:
@@ -78,24 +97,48 @@ class TrainingSettings:
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation.num_steps,
         }
+        if self.compilation.compiles:
+            said = self.compilation.to_dict()
+            values |= {setting: said[field] for field, setting in SETTING_OF_FIELD.items()}
         return "\n".join(f"{name} = {value}  ({self.origins[name]})" for name, value in values.items())
 
 
+def resolve_compilation(in_code: TorchDynamoPlugin | None) -> tuple[TorchDynamoPlugin, dict[str, str]]:
+    """Fill what the code leaves out of a plugin, field by field; return it and the origins by setting."""
+    plugin = in_code if in_code is not None else TorchDynamoPlugin()
+    found = {
+        field: resolve(setting, getattr(plugin, field), DEFAULTS.get(field))
+        for field, setting in SETTING_OF_FIELD.items()
+    }
+    try:
+        backend = backend_named(found["backend"].value)
+    except ValueError as error:
+        raise ValueError(f"dynamo_backend (from {found['backend'].origin}): {error}") from None
+    resolved = replace(plugin, **{field: item.value for field, item in found.items()} | {"backend": backend})
+    origins = {SETTING_OF_FIELD[field]: item.origin for field, item in found.items()}
+    return resolved, origins if resolved.compiles else {}
+
+
+def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
+    words = read_fsdp()
+    return None if words is None else FullyShardedDataParallelPlugin.from_words(words)
+
+
+def _parallelism_from_environment() -> ParallelismConfig | None:
+    sizes = read_parallelism()
+    return None if sizes is None else ParallelismConfig(**sizes)
+
+
 def check_precision(name: str, origin: str) -> None:
-    """Refuse an unknown number format, and one that has not landed."""
+    """Refuse an unknown number format."""
     if name not in PrecisionType:
         raise ValueError(
             f"mixed_precision={name!r} (from {origin}) is unknown: choose one of {', '.join(PrecisionType.list())}."
         )
-    if name == PrecisionType.FP8:
-        raise UnsupportedSettingError('mixed_precision="fp8"', NOT_YET, "Use bf16 or fp16.")
 
 
 def refuse_requested_engine() -> None:
     """Raise if the environment asks for an engine that has not landed, instead of quietly running DDP."""
-    backend = read(COMPILE_VARIABLE)
-    if backend is not None and backend.lower() != "no":
-        warnings.warn(f"{COMPILE_VARIABLE}={backend} has no effect: {NOT_YET} Models run uncompiled.", stacklevel=4)
     requested = requested_engine()
     if requested is not None:
         engine, variable = requested

@@ -55,6 +55,8 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.iteration = iteration
         self.num_processes = num_processes
+        self.group: Any = None
+        """The ranks that see different samples: None for all."""
         self.gradient_state = GradientState()
         self.end_of_dataloader = False
         self.remainder = -1
@@ -270,7 +272,7 @@ class PreparedLoader(DataLoader[Any]):
             return None
         counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
         rows = share if rank is None else counts[rank]
-        return PartialRound(counts=counts, full=share, rows=rows, uneven=rank is not None)
+        return PartialRound(counts=counts, full=share, rows=rows, uneven=rank is not None, group=self.group)
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
         """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""

@@ -25,6 +25,8 @@ class PartialRound:
     """Samples in this rank's batch, repeated ones included."""
     uneven: bool = False
     """The ranks' batches hold different numbers of samples."""
+    group: Any = None
+    """The ranks that see different samples: None for all."""
 
     def gather(self, data: Any, as_objects: bool) -> Any:
         """Gather from every rank what belongs to its real samples.
@@ -34,7 +36,7 @@ class PartialRound:
         """
         if as_objects:
             gathered: list[Any] = [None] * len(self.counts)
-            dist.all_gather_object(gathered, data)
+            dist.all_gather_object(gathered, data, group=self.group)
             return [item for items, count in zip(gathered, self.counts, strict=True) for item in items[:count]]
         return recursively_apply(self._gather_tensor, data)
 
@@ -42,12 +44,12 @@ class PartialRound:
         per_sample = self._rows_per_sample(tensor)
         rows = tensor.shape[0] if tensor.dim() else 1
         if per_sample == 0:
-            from_every_rank: Tensor = gather(tensor)
+            from_every_rank: Tensor = gather(tensor, self.group)
             return from_every_rank[torch.tensor([count > 0 for count in self.counts]).repeat_interleave(rows)]
         length = self.full * per_sample
         if rows < length:
             tensor = torch.cat([tensor, tensor.new_zeros((length - rows, *tensor.shape[1:]))])
-        parts = gather(tensor[:length]).split(length)
+        parts = gather(tensor[:length], self.group).split(length)
         return torch.cat([part[: count * per_sample] for part, count in zip(parts, self.counts, strict=True)])
 
     def _rows_per_sample(self, tensor: Tensor) -> int:
@@ -57,5 +59,5 @@ class PartialRound:
         mine = tensor.shape[0] // self.rows if tensor.shape[0] % self.rows == 0 else 0
         if not self.uneven:
             return mine
-        on_every_rank = gather(torch.tensor([mine], device=tensor.device)).tolist()
+        on_every_rank = gather(torch.tensor([mine], device=tensor.device), self.group).tolist()
         return mine if len(set(on_every_rank)) == 1 else 0

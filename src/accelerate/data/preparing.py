@@ -82,9 +82,10 @@ def prepare_data_loader(
             stacklevel=2,
         )
     options = loader_options(dataloader)
+    in_agreement = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
     order = _agreeing_order(
         dataloader,
-        num_processes,
+        in_agreement,
         seedable=use_seedable_sampler,
         constant_memory=constant_memory_shuffle,
         data_seed=data_seed,
@@ -119,7 +120,7 @@ def prepare_data_loader(
         options |= share.of_samples(order, dataloader)
     return DataLoaderShard(
         dataset,
-        rng_types=_synchronizable(rng_types, order.generator, num_processes),
+        rng_types=_synchronizable(rng_types, order.generator, in_agreement),
         synchronized_generator=order.generator,
         use_stateful_dataloader=use_stateful_dataloader,
         _split_elsewhere=split_elsewhere,

@@ -130,7 +130,7 @@ class DataLoaderShard(PreparedLoader):
         per_rank: list[Any] = [own]
         if self.num_processes > 1:
             per_rank = [None] * self.num_processes
-            dist.all_gather_object(per_rank, own)
+            dist.all_gather_object(per_rank, own, group=self.group)
         return {"stateful_dataloader": per_rank}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class DataLoaderShard(PreparedLoader):
                 f"torchdata's loader keeps one state per rank: this run has {self.num_processes} processes and the "
                 f"state holds {saved}. Resume on that many, or leave out use_stateful_dataloader."
             )
-        own = per_rank[dist.get_rank() if self.num_processes > 1 else 0]
+        own = per_rank[dist.get_rank(self.group) if self.num_processes > 1 else 0]
         self._resume = Position(epoch=own["epoch"], batches=own["batches"], batch_size=self.base_batch_size)
         if own["loader"] is not None:
             self.keeper.restore(own["order"])
@@ -294,7 +294,8 @@ class DataLoaderShard(PreparedLoader):
             full = max(counts)
             alike = all(count == full for count in counts)
             rows = find_batch_size(here) or 1
-            partial = None if alike else PartialRound(counts=counts, full=full, rows=rows, uneven=True)
+            uneven = PartialRound(counts=counts, full=full, rows=rows, uneven=True, group=self.group)
+            partial = None if alike else uneven
             self.partial_round = partial
             if not any(more):
                 self._mark_last(partial)
@@ -312,7 +313,7 @@ class DataLoaderShard(PreparedLoader):
         if self.num_processes > 1:
             tensor = torch.tensor([mine], device=self.device or "cpu")
             gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-            dist.all_gather(gathered, tensor)
+            dist.all_gather(gathered, tensor, group=self.group)
             counts = [int(count) for count in gathered]
         return counts
 

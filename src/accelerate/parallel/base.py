@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -22,6 +23,8 @@ class Capabilities:
 
     defers_sync: bool = False
     """Gradients can be accumulated without being reduced (`no_sync`)."""
+    owns_precision: bool = False
+    """The engine casts: the model's forward pass needs no autocast."""
 
 
 @dataclass(kw_only=True)
@@ -34,6 +37,28 @@ class Bundle:
     """For each model, whether to move it to the device."""
     evaluation: bool = False
     """The models will not be trained: nothing needs to be synchronised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one `forward_backward` call brought: what the model is called with, and how its outputs become a loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+    def loss_of(self, outputs: Any, target: Any) -> Tensor:
+        """Return the loss of outputs: by the function, or the one that the model itself returned."""
+        if self.loss_fn is not None:
+            return self.loss_fn(outputs) if self.target is None else self.loss_fn(outputs, target)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"forward_backward was given no loss_fn, and the model returned a {type(outputs).__name__} without a "
+                "loss: give loss_fn=..., and target=... if it takes one."
+            )
+        return loss
 
 
 class Strategy(ABC):
@@ -69,9 +94,48 @@ class Strategy(ABC):
         """Return the model as it will be trained."""
 
     @property
-    def num_gradient_shares(self) -> int:
-        """Return over how many data-parallel processes gradients are averaged."""
+    def num_data_ranks(self) -> int:
+        """Return how many processes see different samples."""
         return self.runtime.num_processes
+
+    @property
+    def data_rank(self) -> int:
+        """Return this process's number among those that see different samples."""
+        return self.runtime.process_index
+
+    @property
+    def data_group(self) -> Any:
+        """The processes that see different samples: None for all."""
+        return None
+
+    @property
+    def num_gradient_shares(self) -> int:
+        """Return over how many processes gradients are averaged."""
+        return self.runtime.num_processes
+
+    @property
+    def gradient_group(self) -> Any:
+        """The processes over which gradients are averaged: None for all."""
+        return None
+
+    holds_whole_models = True
+    """Every process has a part of every tensor of its models, or all of it; False for the stages of a pipeline."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """Tell whether a checkpoint holds every process's part instead of whole tensors."""
+        return False
+
+    def forward_backward(
+        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Compute the gradients of one batch and return its mean loss.
+
+        `backward` runs the backward pass of a loss; a strategy that runs it itself asks `share` what to begin it with.
+        """
+        loss = batch.loss_of(model(*batch.args, **batch.kwargs), batch.target)
+        backward(loss)
+        return loss.detach()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward passes leave gradients unreduced."""
@@ -79,6 +143,12 @@ class Strategy(ABC):
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which a backward pass reduces gradients again, although the forward ran in no_sync."""
+        return nullcontext()
+
+    def split_sequences(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which every process has a part of each sequence, where sequences are split at all."""
         return nullcontext()
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
@@ -91,6 +161,10 @@ class Strategy(ABC):
             return parameters
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         return [self._successors.get(param, param) for param in given]
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state of a whole model."""
+        return model.state_dict()
 
     def _place(self, model: nn.Module) -> None:
         """Move a model to the device, remembering which parameters had to be replaced by new objects.

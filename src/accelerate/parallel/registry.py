@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from ..config.parallelism import ParallelismConfig
 from ..config.plugins import DistributedDataParallelKwargs
+from ..config.sharding import FullyShardedDataParallelPlugin
 from ..runtime.runtime import Runtime
 from .base import Strategy
 from .ddp import DataParallel
 from .single import SingleProcess
 
 
-def strategy_for(runtime: Runtime, *, ddp: DistributedDataParallelKwargs | None) -> Strategy:
+def strategy_for(
+    runtime: Runtime,
+    *,
+    ddp: DistributedDataParallelKwargs | None = None,
+    sharding: FullyShardedDataParallelPlugin | None = None,
+    parallelism: ParallelismConfig | None = None,
+    mixed_precision: str = "no",
+) -> Strategy:
     """Choose how models are spread."""
+    if parallelism is not None:
+        parallelism.fitted(runtime.num_processes)
     if runtime.num_processes == 1:
         return SingleProcess(runtime)
-    return DataParallel(runtime, ddp)
+    axes = parallelism.active_mesh_dims if parallelism is not None else []
+    if sharding is None and set(axes) <= {"dp_replicate"}:
+        return DataParallel(runtime, ddp)
+    from ..runtime.mesh import Mesh  # here, because torch's meshes and FSDP2 take long to import
+    from .sharded import MeshParallel
+
+    sharding = sharding or FullyShardedDataParallelPlugin()
+    if mixed_precision != "no":
+        sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
+    mesh = Mesh.of(parallelism or _over_all(runtime, sharding), runtime)
+    if mesh.config.pp_enabled:
+        from .pipeline import PipelineParallel
+
+        return PipelineParallel(runtime, mesh, sharding, mixed_precision)
+    return MeshParallel(runtime, mesh, sharding)
+
+
+def _over_all(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
+    hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
+    return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts)

@@ -39,6 +39,6 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         remove_forward_wrapper(model)
     if keep_torch_compile and compiled is not None:
-        compiled._orig_mod = model
-        return compiled
+        # What was compiled may be the parallel wrapper, which goes on training: it is not changed.
+        return compiled if compiled._orig_mod is model else type(compiled)(model, compiled.dynamo_ctx)
     return model

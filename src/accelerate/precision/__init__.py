@@ -5,13 +5,21 @@ from __future__ import annotations
 import torch
 
 from ..config.enums import PrecisionType
+from ..config.fp8 import Fp8Settings
 from ..config.plugins import AutocastKwargs, GradScalerKwargs
 from .amp import AmpPrecision
 from .full import FullPrecision
 
 
-def precision_for(name: str, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs) -> FullPrecision:
+def precision_for(
+    name: str, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs, fp8: Fp8Settings
+) -> FullPrecision:
     """Return the object for a number format: the only branch on its name."""
+    if name == PrecisionType.FP8:
+        from .fp8 import Fp8Precision  # here: few runs need it
+
+        return Fp8Precision(device, autocast, fp8)
+    fp8.warn_of_other_format(name)
     if name == PrecisionType.FP16:
         return AmpPrecision(torch.float16, device, autocast, scaler)
     if name == PrecisionType.BF16:

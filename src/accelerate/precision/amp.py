@@ -74,7 +74,8 @@ class AmpPrecision(FullPrecision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Put autocast around the model's forward; the original stays at `_original_forward`."""
-        model._original_forward = model.forward  # type: ignore[assignment]
+        model = getattr(model, "_orig_mod", model)  # inside what `torch.compile` returned, so that it is compiled too
+        model._original_forward = model.forward
         model.forward = AutocastForward(model.forward, self._autocast_of(self.autocast_handler))
 
     def _autocast_of(self, handler: AutocastKwargs) -> Callable[[], torch.autocast]:

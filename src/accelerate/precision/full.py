@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..config.enums import FP8BackendType
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,6 +20,11 @@ class FullPrecision:
 
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss, where the format needs it."""
+    fp8_backend = FP8BackendType.NO
+    """Who computes in fp8, where anybody does."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Exchange layers for ones that compute in this format, in place; their parameters stay the same objects."""
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Make the model's forward pass compute in this format, in place."""

@@ -67,10 +67,11 @@ def _require_agreement(mine: str, runtime: Runtime) -> None:
     )
 
 
-def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-    gathered = tensor.new_empty((Runtime.current().num_processes * tensor.shape[0], *tensor.shape[1:]))
-    _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor)
+    ranks = Runtime.current().num_processes if group is None else group.size()
+    gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor, group=group)
     return gathered
 
 
@@ -78,25 +79,25 @@ _gather_tensor.__name__ = "gather"
 
 
 @verify_operation
-def gather(tensor: Any) -> Any:
-    """Concatenate the tensors of all ranks, in rank order, along the first dimension.
+def gather(tensor: Any, group: Any = None) -> Any:
+    """Concatenate the tensors of all ranks, or of a group, in rank order, along the first dimension.
 
     0-dimensional tensors become one-dimensional. Shapes must agree: see `pad_across_processes`.
     """
     if Runtime.current().num_processes == 1:
         return tensor
     if isinstance(tensor, torch.Tensor):
-        return _gather_tensor(tensor)
-    return recursively_apply(_gather_tensor, tensor, error_on_other_type=True)
+        return _gather_tensor(tensor, group)
+    return recursively_apply(_gather_tensor, tensor, group, error_on_other_type=True)
 
 
-def gather_object(object: Any) -> Any:
-    """Gather picklable objects: a list from each rank becomes one list, in rank order."""
+def gather_object(object: Any, group: Any = None) -> Any:
+    """Gather picklable objects: a list from each rank, or each of a group, becomes one list, in rank order."""
     runtime = Runtime.current()
     if runtime.num_processes == 1:
         return object
-    gathered: list[Any] = [None] * runtime.num_processes
-    dist.all_gather_object(gathered, object)
+    gathered: list[Any] = [None] * (runtime.num_processes if group is None else group.size())
+    dist.all_gather_object(gathered, object, group=group)
     return [item for items in gathered for item in items]
 
 

@@ -144,6 +144,16 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
             empty_cache()
 
 
+def supports_fp8(device: torch.device) -> bool:
+    """Tell whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        name = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
+        return name.startswith(("gfx94", "gfx95"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def supports_low_precision(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether autocast to this dtype works on the device."""
     if device.type == "cuda":

@@ -33,6 +33,7 @@ class Runtime:
         self.fork_launched = bool(read_setting("fork_launched"))
         self.owns_group = False
         self.backend: str | None = None
+        self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, made once
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
         self.process = _process_info()
         if read_setting("cpu_affinity"):
@@ -122,6 +123,11 @@ class Runtime:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
+        if self.meshes:
+            from .mesh import forget_meshes
+
+            forget_meshes()
+            self.meshes.clear()
 
     @property
     def is_main_process(self) -> bool:

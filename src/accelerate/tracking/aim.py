@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import is_number, plain
-
-logger = logging.getLogger(__name__)
+from .values import is_number, plain, say_left_out
 
 
 class AimTracker(GeneralTracker):
@@ -52,14 +48,17 @@ class AimTracker(GeneralTracker):
         import aim
 
         for name, value in values.items():
-            if isinstance(value, dict):
+            parts = value if isinstance(value, list) and value else [value]
+            if is_number(value):
+                self.writer.track(float(value), name=name, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.track(aim.Text(value), name=name, step=step, **kwargs)
+            elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
-                continue
-            known = float(value) if is_number(value) else aim.Text(value) if isinstance(value, str) else value
-            try:
-                self.writer.track(known, name=name, step=step, **kwargs)
-            except (TypeError, ValueError):
-                _say_left_out(name, type(value).__name__)
+            elif all(type(part).__module__.startswith("aim.") for part in parts):
+                self.writer.track(value, name=name, step=step, **kwargs)
+            else:
+                say_left_out("aim", name, type(value).__name__)
 
     @on_main_process
     def log_images(
@@ -81,8 +80,3 @@ class AimTracker(GeneralTracker):
     def finish(self) -> None:
         """Close the run."""
         self.writer.close()
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("Aim cannot track %r, a %s: it is left out.", name, kind)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import StepCounter, is_number, plain
-
-logger = logging.getLogger(__name__)
+from .values import StepCounter, is_number, plain, say_left_out
 
 
 class ClearMLTracker(GeneralTracker):
@@ -66,7 +62,7 @@ class ClearMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
-                _say_left_out(name, type(value).__name__)
+                say_left_out("clearml", name, type(value).__name__)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -100,8 +96,3 @@ class ClearMLTracker(GeneralTracker):
             self.task.close()
         else:
             self.task.flush(wait_for_uploads=True)
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("ClearML has no place for %r, a %s: it is left out.", name, kind)

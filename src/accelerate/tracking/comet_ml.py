@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import StepCounter, flat, is_number
-
-logger = logging.getLogger(__name__)
+from .values import StepCounter, flat, is_number, say_left_out
 
 
 class CometMLTracker(GeneralTracker):
@@ -54,7 +50,7 @@ class CometMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
-                _say_left_out(name, type(value).__name__)
+                say_left_out("comet_ml", name, type(value).__name__)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -67,8 +63,3 @@ class CometMLTracker(GeneralTracker):
     def finish(self) -> None:
         """Close the experiment."""
         self.writer.end()
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("Comet has no place for %r, a %s: it is left out.", name, kind)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import is_number, plain
-
-logger = logging.getLogger(__name__)
+from .values import is_number, plain, say_left_out
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -56,14 +52,9 @@ class DVCLiveTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self._log({f"{name}/{key}": item for key, item in value.items()}, options)
             else:
-                _say_left_out(name, type(value).__name__)
+                say_left_out("dvclive", name, type(value).__name__)
 
     @on_main_process
     def finish(self) -> None:
         """Write what is left, and the DVC experiment if there is to be one."""
         self.live.end()
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("DVCLive has no place for %r, a %s: it is left out.", name, kind)

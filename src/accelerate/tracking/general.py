@@ -93,3 +93,15 @@ class BlankTracker(GeneralTracker):
     def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
         """Do nothing."""
         return self
+
+    def __getitem__(self, key: Any) -> BlankTracker:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __enter__(self) -> BlankTracker:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass

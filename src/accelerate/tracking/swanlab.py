@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import is_number, plain
-
-logger = logging.getLogger(__name__)
+from .values import is_number, plain, say_left_out
 
 
 class SwanLabTracker(GeneralTracker):
@@ -78,10 +74,5 @@ def _taken(values: dict[str, Any]) -> dict[str, Any]:
         elif all(type(part).__module__.startswith(("swanlab.", "pyecharts.")) for part in parts):
             record[name] = value
         else:
-            _say_left_out(name, type(value).__name__)
+            say_left_out("swanlab", name, type(value).__name__)
     return record
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("SwanLab has no place for %r, a %s: it is left out.", name, kind)

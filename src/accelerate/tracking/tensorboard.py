@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import StepCounter, flat, is_number, plain
+from .values import StepCounter, flat, is_number, plain, say_left_out
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -55,10 +55,13 @@ class TensorBoardTracker(GeneralTracker):
         for name, value in values.items():
             if is_number(value):
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+                numbers = {key: number for key, number in flat(value, "/").items() if is_number(number)}
+                self.writer.add_scalars(name, numbers, global_step=step, **kwargs)
             else:
-                self.writer.add_text(name, str(value), global_step=step, **kwargs)
+                say_left_out(self.name, name, type(value).__name__)
         self.writer.flush()
 
     @on_main_process

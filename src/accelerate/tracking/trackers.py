@@ -113,7 +113,7 @@ class Trackers:
             return
         self._ended = True
         atexit.unregister(self.close)
-        for writer in self._writers:
+        for writer in reversed(self._writers):  # clients that wrap the standard output must unwrap it in turn
             writer.finish()
 
     def _say_that_nobody_listens(self) -> None:

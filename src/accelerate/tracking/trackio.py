@@ -40,9 +40,10 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of one step, a dictionary as `name/key`; what Trackio cannot store it leaves out itself."""
-        curves = flat({name: value for name, value in values.items() if isinstance(value, dict)}, separator="/")
-        others = {name: value for name, value in values.items() if not isinstance(value, dict)}
-        self.run.log({**others, **curves}, step=step, **kwargs)
+        record: dict[str, Any] = {}
+        for name, value in values.items():
+            record |= flat({name: value}, separator="/") if isinstance(value, dict) else {name: value}
+        self.run.log(record, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

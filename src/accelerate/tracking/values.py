@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import logging
 import os
 from collections.abc import Collection, Mapping
 from datetime import date
+from functools import cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 LARGEST_LIST = 64
 """A tensor in a config with more elements is described instead of written out."""
@@ -69,13 +73,20 @@ def flat(config: Any, separator: str = ".") -> dict[str, bool | int | float | st
         else:
             result[name] = value
 
-    walk(plain(config), "")
+    if config:
+        walk(plain(config), "")
     return result
 
 
 def is_number(value: Any) -> bool:
     """Tell whether a logged value is a point of a curve."""
     return isinstance(value, (int, float, np.number))
+
+
+@cache
+def say_left_out(tracker: str, name: str, kind: str) -> None:
+    """Say, once for each name, that a tracker has no place for a value of this kind."""
+    logger.warning("The tracker %r has no place for %r, a %s: it is left out.", tracker, name, kind)
 
 
 class StepCounter:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import plain
-
-logger = logging.getLogger(__name__)
+from .values import plain, say_left_out
 
 
 class WandBTracker(GeneralTracker):
@@ -51,7 +47,7 @@ class WandBTracker(GeneralTracker):
                 try:
                     self.run.log({name: value}, step=step, commit=False)
                 except TypeError:
-                    _say_left_out(name, type(value).__name__)
+                    say_left_out("wandb", name, type(value).__name__)
             self.run.log({}, step=step, **kwargs)
 
     @on_main_process
@@ -81,8 +77,3 @@ class WandBTracker(GeneralTracker):
     def finish(self) -> None:
         """Close the run."""
         self.run.finish()
-
-
-@cache
-def _say_left_out(name: str, kind: str) -> None:
-    logger.warning("W&B cannot store %r, a %s: it is left out.", name, kind)

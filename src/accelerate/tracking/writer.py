@@ -199,7 +199,7 @@ class Writer:
         return " If it must be called from the training thread, set in_background = False in its class."
 
     def _say(self, what: str) -> None:
-        logger.warning("[rank %d] the tracker %r %s.", rank_of_this_process(), self.name, what)
+        logger.warning("[rank %d] the tracker %r %s.", rank_of_this_process(), self.name, what.removesuffix("."))
 
 
 def _shown(error: Exception) -> str:

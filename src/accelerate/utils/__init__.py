@@ -1,6 +1,10 @@
 """The published utility names: façades that only hand names on. Nothing inside the library imports from here."""
 
-from . import constants, dataclasses, environment, memory, modeling, operations, other, random
+from importlib import import_module
+from typing import Any
+
+from . import ao, constants, dataclasses, environment, memory, modeling, operations, other, random
+from .ao import *  # noqa: F403
 from .constants import *  # noqa: F403
 from .dataclasses import *  # noqa: F403
 from .environment import *  # noqa: F403
@@ -12,6 +16,7 @@ from .random import *  # noqa: F403
 
 __all__ = sorted(
     {
+        *ao.__all__,
         *constants.__all__,
         *dataclasses.__all__,
         *environment.__all__,
@@ -22,3 +27,22 @@ __all__ = sorted(
         *random.__all__,
     }
 )
+
+# Loaded on first use, because torch's checkpoint engine takes long to import.
+_OF_FSDP_UTILS = (
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "merge_fsdp_weights",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+)
+__all__ += list(_OF_FSDP_UTILS)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first asked for (PEP 562)."""
+    if name not in _OF_FSDP_UTILS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".fsdp_utils", __name__), name)

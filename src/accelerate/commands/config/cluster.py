@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.files import ENGINE_OF_SWITCH
-from ...config.options import AWS, FP8
+from ...config.files import MISSING_ENGINES
+from ...config.options import AWS
 from ...launch.devices import count_accelerators, count_cores
 from . import asking
 from .building import config_from_options
@@ -16,6 +16,7 @@ _PRECISIONS = {
     "no": "no (float32 throughout)",
     "fp16": "fp16 (with a loss scaler)",
     "bf16": "bf16 (no scaler; newer accelerators, and CPUs)",
+    "fp8": "fp8 (linear layers, by torchao; the newest accelerators)",
 }
 _EXTRAS = {
     "debug": "check every collective operation across ranks (slow)",
@@ -45,7 +46,6 @@ def ask() -> dict[str, Any]:
         "Which number format for the forward pass?",
         _PRECISIONS,
         "no" if on_cpu else _best_precision(accelerators),
-        {FP8: _NOT_YET},
     )
     if answers["num_processes"] > 1:
         answers |= _extras()
@@ -54,7 +54,7 @@ def ask() -> dict[str, Any]:
 
 def _device(accelerators: int) -> str:
     found = f"{accelerators} found here" if accelerators else "none found here: a file for another machine"
-    engines = dict.fromkeys((*ENGINE_OF_SWITCH.values(), AWS), _NOT_YET)
+    engines = dict.fromkeys((*MISSING_ENGINES.values(), AWS), _NOT_YET)
     return asking.choose(
         "Where should your script run?",
         {

@@ -1,0 +1,48 @@
+"""`accelerate merge-weights`: a sharded model as files that every tool reads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..config.options import spellings
+from .parser import verb_parser
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the verb, alone or as one of the command's verbs."""
+    parser = verb_parser(subparsers, "merge-weights")
+    parser.add_argument("checkpoint_directory", help="a checkpoint, or its folder pytorch_model_fsdp_0")
+    parser.add_argument("output_path", help="where to write model.safetensors")
+    parser.add_argument(*spellings("unsafe_serialization"), action="store_true", help="write pytorch_model.bin instead")
+    parser.add_argument(
+        *spellings("remove_checkpoint_dir"), action="store_true", help="delete the checkpoint once it is merged"
+    )
+    parser.set_defaults(run=merge_command)
+    return parser
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command."""
+    merge_command_parser(verbs)
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merge, and say what was written."""
+    from ..checkpoint.fsdp_files import merge_fsdp_weights
+
+    try:
+        merge_fsdp_weights(
+            args.checkpoint_directory,
+            args.output_path,
+            safe_serialization=not args.unsafe_serialization,
+            remove_checkpoint_dir=args.remove_checkpoint_dir,
+        )
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"accelerate merge-weights: {error}") from error
+    print(f"The weights of {args.checkpoint_directory} are in {args.output_path}.")
+
+
+def main() -> None:
+    """Run the verb alone."""
+    merge_command(merge_command_parser().parse_args())

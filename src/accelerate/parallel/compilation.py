@@ -1,0 +1,154 @@
+"""`torch.compile` over models that a strategy has placed and wrapped: whole, or only their repeated blocks.
+
+[Note: order] A model is compiled after it was wrapped. torch asks for that with DDP, whose buckets then decide where a
+graph is cut, so that gradients travel while the backward pass goes on; and FSDP2's hooks stay outside the graphs.
+
+[Note: regions] A block is compiled in place by `Module.compile`: neither the module nor the names of its state change,
+and torch keeps compiled code per function and not per object, so that all blocks of a class share what the first one
+cost. What is around them stays eager: compiled around the blocks it would be traced through them again, which
+costs as much as the whole model, and an embedding or a head alone gains nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..config.compilation import TorchDynamoPlugin
+from ..runtime.runtime import rank_of_this_process
+from .base import Bundle, Strategy
+from .dtensors import mesh_of
+from .unwrapping import is_compiled_module
+
+logger = logging.getLogger(__name__)
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def compiling(strategy: Strategy, plugin: TorchDynamoPlugin) -> Strategy:
+    """Return a strategy that also compiles; the same one where nothing is to be compiled."""
+    return cast("Strategy", _Compiling(strategy, plugin)) if plugin.compiles else strategy
+
+
+class _Compiling:
+    """A strategy whose models are compiled; questions about a model are asked about the one that was compiled."""
+
+    def __init__(self, strategy: Strategy, plugin: TorchDynamoPlugin) -> None:
+        self._strategy = strategy
+        self._plugin = plugin
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Place, wrap, then compile the models."""
+        prepared = self._strategy.prepare(bundle)
+        return replace(prepared, models=[compiled(model, self._plugin) for model in prepared.models])
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Leave gradients unreduced inside the context."""
+        return self._strategy.no_sync(uncompiled(model))
+
+    def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
+        return self._strategy.resume_sync(uncompiled(model))
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state of a whole model, with the names it has uncompiled."""
+        return self._strategy.whole_state(uncompiled(model))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """Compile a model as the plugin says, unless it or a part of it is compiled already."""
+    if has_compiled_regions(model):
+        _say("The model is compiled already, and stays as it is.")
+        return model
+    if plugin.use_regional_compilation:
+        return compile_regions(model, **plugin.to_kwargs())
+    return _whole(model, plugin.to_kwargs())
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given, or the model itself."""
+    return cast("nn.Module", model._orig_mod) if is_compiled_module(model) else model
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a module in place and return it; without any, return it compiled whole."""
+    return module if _compile_blocks(module, compile_kwargs) else _whole(module, compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a sharded module, or else itself, always in place; return it."""
+    if not _compile_blocks(module, compile_kwargs):
+        module.compile(**compile_kwargs)
+    return module
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks of a module that DeepSpeed will own, or else itself, always in place."""
+    compile_regions_fsdp2(module, **compile_kwargs)
+
+
+def _compile_blocks(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Compile the repeated blocks in place; tell whether there are any."""
+    blocks = list(repeated_blocks(module))
+    name = type(module).__name__
+    if not blocks:
+        _say(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
+        return False
+    for block in blocks:
+        if not _is_compiled(block):
+            block.compile(**options)
+    kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
+    _say(f"Compiled the {len(blocks)} blocks ({kinds}) of {name}; the rest runs eagerly.")
+    return True
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that stand in a list or sequence together with others of their class.
+
+    Those whose forward is torch's own are left out: the compiler does not begin a graph in torch's files, so that
+    compiling one would silently do nothing.
+    """
+    own = [child for child in module.children() if not _runs_torchs_own_forward(child)]
+    kinds = [type(child) for child in own]
+    repeated = [child for child in own if kinds.count(type(child)) > 1] if isinstance(module, _CONTAINERS) else []
+    yield from repeated
+    for child in module.children():
+        if child not in repeated:
+            yield from repeated_blocks(child)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Tell whether a module or any part of it is compiled."""
+    return any(_is_compiled(part) for part in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Tell whether any parameter of a model is spread over a mesh."""
+    return any(mesh_of(param) is not None for param in model.parameters())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled_module(module) or module._compiled_call_impl is not None
+
+
+def _whole(module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    return cast("nn.Module", torch.compile(module, **options))
+
+
+def _runs_torchs_own_forward(module: nn.Module) -> bool:
+    forward = getattr(type(module), "forward", None)  # a scripted module has none in its class
+    return getattr(forward, "__module__", "torch.jit").startswith(("torch.nn.", "torch.jit"))
+
+
+def _say(text: str) -> None:
+    if rank_of_this_process() == 0:
+        logger.info(text)

@@ -1,0 +1,45 @@
+"""Context parallelism: every process of an axis has a part of each sequence; torch's ring attention joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def split_sequences(
+    mesh: DeviceMesh,
+    strategy: str,
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    no_restore: set[Tensor] | None,
+) -> Iterator[None]:
+    """Cut the buffers in place along their sequence dimensions, all in the same places; restore them afterwards.
+
+    A causal mask leaves the first positions little to do, so every process gets one piece from the front and one from
+    the back: positions and labels have to be cut with the inputs, and cannot be counted from the process's number.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"maybe_context_parallel was given {len(buffers)} buffers and {len(dims)} buffer_seq_dims: each buffer "
+            "needs the number of its sequence dimension."
+        )
+    pieces = 2 * mesh.size()
+    for buffer, dim in zip(buffers, dims, strict=True):
+        length = buffer.shape[dim]
+        if length % pieces:
+            raise ValueError(
+                f"cp_size={mesh.size()} cuts sequences into {pieces} equal pieces, and one of {tuple(buffer.shape)} has "
+                f"{length} positions in dimension {dim}. Pad it to {length - length % pieces + pieces} positions."
+            )
+    set_rotate_method(strategy)
+    with context_parallel(
+        mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(no_restore or ())
+    ):
+        yield

@@ -1,0 +1,224 @@
+"""A model spread over a mesh: layers split by tensor parallelism, parameters sharded by FSDP2, copies averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as forget_activations
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+
+from ..config.sharding import FullyShardedDataParallelPlugin
+from ..runtime.mesh import Mesh
+from ..runtime.runtime import Runtime
+from . import materialising
+from .base import Capabilities, Strategy
+from .context import split_sequences
+from .dtensors import mesh_of, spread_like, whole
+from .tensor import split_layers
+from .wrapping import ignored_parameters, units_of
+
+
+class MeshParallel(Strategy):
+    """Spread every model over one mesh. FSDP2, HSDP, tensor parallelism and any product of them."""
+
+    def __init__(self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin) -> None:
+        super().__init__(runtime)
+        self.mesh = mesh
+        self.plugin = plugin
+        shards = mesh.sharding is not None
+        self.capabilities = Capabilities(defers_sync=shards, owns_precision=shards)
+
+    # --- who shares what --------------------------------------------------------------------------------------------
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return how many processes see different samples."""
+        return self.mesh.num_data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Return this process's number among them."""
+        return self.mesh.data_rank
+
+    @property
+    def data_group(self) -> Any:
+        """The processes that see different samples."""
+        return self.mesh.data_group
+
+    @property
+    def num_gradient_shares(self) -> int:
+        """Return over how many processes gradients are averaged."""
+        return self.mesh.num_token_ranks
+
+    @property
+    def gradient_group(self) -> Any:
+        """The processes over which gradients are averaged."""
+        return self.mesh.token_group
+
+    # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def _place(self, model: nn.Module) -> None:
+        """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""
+        if self.mesh.sharding is None:
+            super()._place(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Split, recompute and shard a model in place, as far as each was asked for."""
+        return self._spread(model, units_of(model, self.plugin))
+
+    def _spread(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        if self.mesh.size("tp") > 1:
+            split_layers(model, self.mesh.config.tp_plan, self.mesh.axis("tp"))
+        if self.plugin.activation_checkpointing:
+            self.recompute(units)
+        if self.mesh.sharding is not None:
+            self._shard(model, units)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if param is not before[name]:
+                self._successors[before[name]] = param
+        return model
+
+    def recompute(self, units: list[nn.Module]) -> None:
+        """Let units forget their activations, and compute them again in the backward pass."""
+        if not units:
+            raise ValueError(
+                "activation_checkpointing recomputes the blocks of a model, and none were found: name them by "
+                "transformer_cls_names_to_wrap."
+            )
+        for unit in units:
+            if self.plugin.activation_checkpointing_offload:
+                _keep_inputs_on_the_host(unit)
+            forget_activations(unit)
+
+    def _shard(self, model: nn.Module, units: list[nn.Module]) -> None:
+        plugin = self.plugin
+        ignored = ignored_parameters(model, plugin)
+        options: dict[str, Any] = {
+            "mesh": self.mesh.sharding,
+            "reshard_after_forward": plugin.reshard_after_forward,
+            "offload_policy": self._offload_policy(),
+            "ignored_params": ignored or None,
+        }
+        policy = plugin.mixed_precision_policy
+        inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
+        outer = {} if policy is None else {"mp_policy": policy}
+        from_first = bool(plugin.cpu_ram_efficient_loading)
+        state = materialising.to_meta(model) if from_first else {}
+        fresh = not from_first and materialising.has_no_weights(model)
+        ties = materialising.Ties(model)
+        for unit in [*units, model]:
+            if fresh:
+                materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
+                ties.restore(model)
+            fully_shard(unit, **options, **(outer if unit is model else inner))
+        if from_first:
+            materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
+        for param in ignored:
+            param.data = param.data.to(self.runtime.device)
+
+    def _offload_policy(self) -> Any:
+        policy = self.plugin.cpu_offload
+        if isinstance(policy, CPUOffloadPolicy) and not torch.accelerator.is_available():
+            return CPUOffloadPolicy(pin_memory=False)  # pinning needs a device to copy to
+        return policy
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._rebind(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
+            for name, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    optimizer.state[param][name] = spread_like(value, param)
+        if len({mesh_of(param) for param in params}) > 1:
+            for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
+                group["foreach"] = False if "foreach" in group else group.get("foreach")
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Leave gradients whole and unreduced inside the context."""
+        return _synchronising(model, False) if isinstance(model, FSDPModule) else nullcontext()
+
+    def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
+        return _synchronising(model, True) if isinstance(model, FSDPModule) else nullcontext()
+
+    def split_sequences(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which every process has a part of each sequence, where there is an axis for it."""
+        handler = self.mesh.config.cp_handler
+        if self.mesh.size("cp") == 1 or handler is None:
+            return nullcontext()
+        return split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore)
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients by their norm over all shards; return the norm they had."""
+        params = self.current(parameters)
+        given = [params] if isinstance(params, Tensor) else list(params)
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for param in given:
+            if param.grad is not None:
+                by_mesh.setdefault(mesh_of(param.grad), []).append(param)
+        norms = [
+            whole(torch.nn.utils.get_total_norm([param.grad for param in group], norm_type))  # type: ignore[misc]
+            for group in by_mesh.values()
+        ]
+        total = self._total_norm(norms, norm_type)
+        for group in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of everything from the norms of its parts."""
+        return norms[0] if len(norms) == 1 else norm_of(norms, norm_type).to(self.runtime.device)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def saves_shards(self) -> bool:
+        """Tell whether every process saves its own part."""
+        return self.plugin.saves_shards
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
+        state: dict[str, Any] = {}
+        for name, value in model.state_dict().items():
+            gathered = whole(value).cpu() if isinstance(value, Tensor) else value
+            if self.runtime.is_main_process:
+                state[name] = gathered
+        return state
+
+
+def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of norms."""
+    if not norms:
+        return torch.zeros(())
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return together.max() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+
+
+@contextmanager
+def _synchronising(model: FSDPModule, synchronise: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(synchronise)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _keep_inputs_on_the_host(unit: nn.Module) -> None:
+    forward = unit.forward
+
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return forward(*args, **kwargs)
+
+    unit.forward = offloading

@@ -1,0 +1,34 @@
+"""Every way of spreading a model trains it as one process does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_on_ranks
+
+from .ways import WAYS, run
+
+SPREAD = [way for way, (size, _) in WAYS.items() if size > 1]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clip": 0.5},
+    "accumulating": {"accumulation": 4, "clip": 0.5},
+    "tied": {"tied": True},
+}
+
+
+@cache
+def alone(variant: str) -> list[float]:
+    [losses] = run_on_ranks(1, run, way="one", **VARIANTS[variant])
+    return losses
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("way", SPREAD)
+def test_the_loss_is_that_of_one_process(way: str, variant: str) -> None:
+    per_rank = run_on_ranks(WAYS[way][0], run, way=way, **VARIANTS[variant])
+    for losses in per_rank:
+        assert losses == pytest.approx(alone(variant), abs=1e-5)

@@ -1,0 +1,88 @@
+"""Every way of spreading the small transformer, by name, and one training run that all of them can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from .small_transformer import TP_PLAN, loader, loss_of, model
+
+GLOBAL_BATCH = 8
+
+
+def _mesh(**sizes: int) -> Callable[[], dict[str, Any]]:
+    plan = TP_PLAN if "tp_size" in sizes else None
+    return lambda: {"parallelism_config": ParallelismConfig(tp_plan=plan, **sizes)}
+
+
+def _fsdp(**fields: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(**fields)}
+
+
+WAYS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
+    "one": (1, dict),
+    "ddp2": (2, dict),
+    "fsdp2": (2, _fsdp()),
+    "fsdp2 whole": (2, _fsdp(state_dict_type="FULL_STATE_DICT")),
+    "tp2": (2, _mesh(tp_size=2)),
+    "cp2": (2, _mesh(cp_size=2)),
+    "fsdp4": (4, _fsdp()),
+    "hsdp2x2": (4, _mesh(dp_replicate_size=2, dp_shard_size=2)),
+    "fsdp2xtp2": (4, _mesh(dp_shard_size=2, tp_size=2)),
+    "copies2xtp2": (4, _mesh(dp_replicate_size=2, tp_size=2)),
+    "fsdp2xcp2": (4, _mesh(dp_shard_size=2, cp_size=2)),
+}
+"""Name -> number of processes, and what the Accelerator is told."""
+
+
+def run(
+    way: str,
+    *,
+    steps: int = 20,
+    load_from: str | None = None,
+    save_to: str | None = None,
+    clip: float | None = None,
+    accumulation: int = 1,
+    tied: bool = False,
+    model_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[float]:
+    """Train, and return the mean loss of every batch of 8 samples, the same on every process."""
+    if "cp" in way:
+        from . import cpu_attention
+
+        cpu_attention.register()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **{**WAYS[way][1](), **options})
+    net = model(tied=tied, **(model_options or {}))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, batches = accelerator.prepare(
+        net, optimizer, loader(GLOBAL_BATCH // accelerator.strategy.num_data_ranks)
+    )
+    if load_from is not None:
+        accelerator.load_state(load_from)
+    losses = []
+    for _, (inputs, targets) in zip(range(steps), batches, strict=False):
+        positions = torch.arange(inputs.shape[1]).expand(inputs.shape[0], -1).contiguous()
+        everything = [inputs, targets, positions]
+        with (
+            accelerator.accumulate(net),
+            accelerator.maybe_context_parallel(
+                buffers=everything, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(everything)
+            ),
+        ):
+            loss = loss_of(net(inputs, positions), targets)
+            accelerator.backward(loss)
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    if save_to is not None:
+        accelerator.save_state(save_to)
+    return losses
