@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from .accumulation import AccumulationWindow
 from .config.compilation import TorchDynamoPlugin
-from .config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
+from .config.enums import DynamoBackend, RNGType
 from .config.environment import TRACE_FOLDER, read
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from .config.origins import NOT_YET
@@ -44,6 +44,7 @@ from .parallel.compilation import compiling
 from .parallel.registry import strategy_for
 from .parallel.unwrapping import extract_model_from_parallel
 from .precision import precision_for
+from .process_methods import ProcessMethods
 from .runtime import collectives
 from .runtime.gradient_state import GradientState
 from .runtime.nested import leaves
@@ -64,7 +65,7 @@ _unset: Any = object()
 H = TypeVar("H", bound=KwargsHandler)
 
 
-class Accelerator:
+class Accelerator(ProcessMethods):
     """Take a PyTorch training loop to any number of processes.
 
     Make one, hand model, optimizer, data loaders and scheduler to `prepare`, and call `backward` for
@@ -173,257 +174,7 @@ class Accelerator:
         if read(TRACE_FOLDER) is not None:
             self._keep_a_diary()
 
-    # --- who am I -------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this process."""
-        return self.state.device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Return how the processes work together."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """Return the number of processes."""
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Return the rank of this process."""
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Return the rank of this process on its host."""
-        return self.state.local_process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        """Tell whether this is rank 0."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Tell whether this is the first process of its host."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Tell whether this is the highest rank."""
-        return self.state.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        """Tell whether there are several processes."""
-        return self.state.use_distributed
-
-    @property
-    def multi_device(self) -> bool:
-        """Tell whether several processes each have an accelerator."""
-        return self.use_distributed and self.distributed_type != DistributedType.MULTI_CPU
-
-    @property
-    def mixed_precision(self) -> str:
-        """Return the number format of the forward pass."""
-        return self.state.mixed_precision
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """Return who computes in fp8."""
-        return self.precision.fp8_backend
-
-    @property
-    def split_batches(self) -> bool:
-        """Tell whether a loader's batch is cut among the processes."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Tell whether one process reads for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Tell whether the last batches are filled up so that all processes take equally many steps."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Tell whether shuffling is a function of seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Tell whether batches are copied to the device asynchronously."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Tell whether torchdata's stateful loader is used."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def project_dir(self) -> str | None:
-        """Return the run's directory."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Return the run's logging directory."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Return the number of the next automatic checkpoint."""
-        return self.project_configuration.iteration
-
-    @property
-    def parallelism_config(self) -> Any:
-        """Return the mesh configuration: None for plain data parallelism."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """Return the device mesh: None for plain data parallelism."""
-        return self.state.device_mesh
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Return this process's number among those that split its layers."""
-        return self._rank_along("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Return the number of this process's stage."""
-        return self._rank_along("pp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Return this process's number among those that split its sequences."""
-        return self._rank_along("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Return this process's number among those that see different samples."""
-        return self.strategy.data_rank
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Return this process's number among those that share one copy of the model."""
-        return self._rank_along("dp_shard")
-
-    def _rank_along(self, axis: str) -> int:
-        mesh = self.torch_device_mesh
-        return 0 if mesh is None or axis not in mesh.mesh_dim_names else int(mesh.get_local_rank(axis))
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Tell whether models are sharded by FSDP2."""
-        return bool(self.state.is_fsdp2)
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16, or None."""
-        return self.precision.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.precision.scaler = scaler
-
-    # --- processes together ---------------------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
-        self.state.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Let rank 0 run the block before the others."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of every host run the block before the others."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run the decorated function on rank 0 only."""
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run the decorated function once per host."""
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """Run the decorated function on the highest rank only."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Run the decorated function on one rank only."""
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """Run the decorated function on one local rank of every host only."""
-        return self.state.on_local_process(function, local_process_index)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Yield this process's part of the inputs."""
-        return self.state.split_between_processes(inputs, apply_padding)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per host."""
-        self.state.print(*args, **kwargs)
-
-    def set_trigger(self) -> None:
-        """Raise a flag on this process that every process sees at the next `check_trigger`."""
-        self.flag_tensor = torch.ones((), dtype=torch.int64, device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Tell whether any process raised its flag since the last check; lowers all flags. Call it on every process."""
-        flag = (
-            self.flag_tensor if self.flag_tensor is not None else torch.zeros((), dtype=torch.int64, device=self.device)
-        )
-        self.flag_tensor = None
-        return bool(collectives.reduce(flag, reduction="sum").item())
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all processes, in rank order."""
-        return collectives.gather(tensor)
-
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or average the tensors of all processes."""
-        return collectives.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad the tensors of all processes to the longest, so that they can be gathered."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, dataloader: PreparedLoader | None = None
-    ) -> Any:
-        """Gather what the current batch produced, without the samples that only filled up the last batch.
-
-        Anything that is not made of tensors is gathered as objects: each process brings a list. The batch is that of
-        the loader that handed one out last; with two loaders side by side, name the one the data came from.
-        """
-        loader = self.gradient_state.active_dataloader if dataloader is None else dataloader
-        partial = loader.partial_round if loader is not None and self.strategy.num_data_ranks > 1 else None
-        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        if partial is not None:
-            return partial.gather(input_data, as_objects)
-        if self.strategy.num_data_ranks == 1:
-            return input_data
-        group = self.strategy.data_group
-        return collectives.gather_object(input_data, group) if as_objects else collectives.gather(input_data, group)
-
-    # --- prepare --------------------------------------------------------------------------------------------------
+    # --- prepare ----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make torch objects ready for this run and return them in the order they came.
@@ -589,6 +340,24 @@ class Accelerator:
         return spread
 
     # --- the step -------------------------------------------------------------------------------------------------
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, dataloader: PreparedLoader | None = None
+    ) -> Any:
+        """Gather what the current batch produced, without the samples that only filled up the last batch.
+
+        Anything that is not made of tensors is gathered as objects: each process brings a list. The batch is that of
+        the loader that handed one out last; with two loaders side by side, name the one the data came from.
+        """
+        loader = self.gradient_state.active_dataloader if dataloader is None else dataloader
+        partial = loader.partial_round if loader is not None and self.strategy.num_data_ranks > 1 else None
+        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        if partial is not None:
+            return partial.gather(input_data, as_objects)
+        if self.strategy.num_data_ranks == 1:
+            return input_data
+        group = self.strategy.data_group
+        return collectives.gather_object(input_data, group) if as_objects else collectives.gather(input_data, group)
 
     @property
     def sync_gradients(self) -> bool:
@@ -967,17 +736,27 @@ class Accelerator:
         """Note every backward pass, for `accelerate verify-resume`."""
         from .checkpoint.trace import Trace
 
-        plain_backward = self.backward
+        plain_backward, plain_pass = self.backward, self.forward_backward
         trace = self.checkpointer.trace = Trace.from_environment(self.process_index)
+
+        def note(loss: Tensor) -> None:
+            scale = None if self.scaler is None else self.scaler.get_scale()
+            trace.note(loss, self._optimizers, self._dataloaders, scale)
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             plain_backward(loss, **kwargs)
-            trace.note(
-                loss, self._optimizers, self._dataloaders, None if self.scaler is None else self.scaler.get_scale()
-            )
+            note(loss)
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
+            noted = trace.count
+            loss = plain_pass(*args, **kwargs)
+            if trace.count == noted:  # a pipeline does not go through backward()
+                note(loss)
+            return loss
 
         self.checkpointer.register(trace)
         self.backward = backward  # type: ignore[method-assign]
+        self.forward_backward = forward_backward  # type: ignore[method-assign]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects, which have `state_dict` and `load_state_dict`, with everything else."""

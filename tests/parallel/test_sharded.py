@@ -29,6 +29,8 @@ def alone(variant: str) -> list[float]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("way", SPREAD)
 def test_the_loss_is_that_of_one_process(way: str, variant: str) -> None:
+    if variant == "tied" and "pp" in way:
+        pytest.skip("a weight of two stages is refused: see test_pipeline.py")
     per_rank = run_on_ranks(WAYS[way][0], run, way=way, **VARIANTS[variant])
     for losses in per_rank:
         assert losses == pytest.approx(alone(variant), abs=1e-5)

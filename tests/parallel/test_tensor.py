@@ -104,9 +104,7 @@ def test_names_and_styles_that_do_not_exist_are_refused() -> None:
 @ranks(2)
 def test_widths_and_heads_that_do_not_divide_are_named_with_sizes_that_would() -> None:
     net = nn.Sequential(nn.Linear(4, 9))
-    with pytest.raises(
-        ValueError, match=r"0 has 9 outputs, which tp_size=2 does not divide. Sizes.*: 1, 3, 9"
-    ):
+    with pytest.raises(ValueError, match=r"0 has 9 outputs, which tp_size=2 does not divide. Sizes.*: 1, 3, 9"):
         accelerator({"0": "colwise"}).prepare(net)
     with pytest.raises(ValueError, match="has 9 inputs"):
         accelerator({"0": "rowwise"}).prepare(nn.Sequential(nn.Linear(9, 4)))

@@ -29,10 +29,13 @@ def test_a_model_that_names_its_blocks_is_believed() -> None:
 
 @pytest.mark.parametrize("wanted", [["Block"], ["blocks.*"], "Block", ["Block", "NotThere"]])
 def test_units_are_named_by_class_or_by_pattern(wanted: Any) -> None:
-    # fnmatch's star takes dots too, so a pattern can name what is inside as well: inner units come first.
     chosen = names(model(), auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=wanted)
-    assert {"blocks.0", "blocks.1"} <= set(chosen)
-    assert "tokens" not in chosen
+    assert chosen == ["blocks.0", "blocks.1"]
+
+
+def test_a_list_of_lists_is_not_itself_a_block() -> None:
+    pairs = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)))
+    assert names(nn.Sequential(pairs, nn.Linear(2, 2))) == ["0.0", "0.1"]
 
 
 def test_a_name_that_is_not_there_lists_the_classes_there_are() -> None:

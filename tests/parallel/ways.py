@@ -37,6 +37,8 @@ WAYS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "fsdp2xtp2": (4, _mesh(dp_shard_size=2, tp_size=2)),
     "copies2xtp2": (4, _mesh(dp_replicate_size=2, tp_size=2)),
     "fsdp2xcp2": (4, _mesh(dp_shard_size=2, cp_size=2)),
+    "pp2": (2, _mesh(pp_size=2)),
+    "pp2xfsdp2": (4, _mesh(pp_size=2, dp_shard_size=2)),
 }
 """Name -> number of processes, and what the Accelerator is told."""
 
@@ -76,8 +78,11 @@ def run(
                 buffers=everything, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(everything)
             ),
         ):
-            loss = loss_of(net(inputs, positions), targets)
-            accelerator.backward(loss)
+            if "pp" in way:
+                loss = accelerator.forward_backward(net, inputs, positions, target=targets, loss_fn=loss_of)
+            else:
+                loss = loss_of(net(inputs, positions), targets)
+                accelerator.backward(loss)
             if clip is not None and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()

@@ -155,15 +155,11 @@ def test_what_a_tracker_cannot_take_is_left_out_with_one_warning_for_its_name(
 ) -> None:
     directory, said = odd_run
     stored = READERS[name](directory)
-    client = {"aim": "Aim", "clearml": "ClearML", "comet_ml": "Comet", "dvclive": "DVCLive", "mlflow": "MLflow",
-              "swanlab": "SwanLab", "wandb": "W&B"}.get(name)  # fmt: skip
-    warned = [line for line in said if client is not None and line.startswith(client) and "'thing'" in line]
-    if name == "tensorboard":  # takes everything as text
-        assert len(stored.texts["thing"]) == 2
-    else:
-        assert "thing" not in stored.curves
-        assert "thing" not in stored.texts
-        assert len(warned) == (name != "trackio")  # which warns by itself
+    client = "MLflow" if name == "mlflow" else f"The tracker '{name}'"
+    warned = [line for line in said if line.startswith(client) and "'thing'" in line]
+    assert "thing" not in stored.curves
+    assert "thing" not in stored.texts
+    assert len(warned) == (name != "trackio")  # which warns by itself
 
 
 @pytest.mark.parametrize("name", [needs("mlflow")])

@@ -150,7 +150,13 @@ class Checkpointer:
                 for index, model in enumerate(models)
             ),
             *(
-                OptimizerPart(numbered("optimizer", index, ""), numbered("optimizer", index, ".bin"), optimizer)
+                OptimizerPart(
+                    numbered("optimizer", index, ""),
+                    numbered("optimizer", index, ".bin"),
+                    optimizer,
+                    models,
+                    is_whole=is_whole,
+                )
                 for index, optimizer in enumerate(self.prepared.optimizers)
             ),
         ]

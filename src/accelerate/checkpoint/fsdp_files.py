@@ -31,10 +31,10 @@ def _model_part(model: nn.Module, index: int, *, sharded: bool) -> ModelPart:
 
 
 def _optimizer_part(optimizer: Any, model: nn.Module, index: int, crew: Crew, *, sharded: bool) -> OptimizerPart:
+    own = extract_model_from_parallel(model, keep_torch_compile=False)
     if sharded:
-        own = extract_model_from_parallel(model, keep_torch_compile=False)
         return ShardedOptimizerPart("optimizer", optimizer_folder(index), optimizer, [own], crew)
-    return OptimizerPart("optimizer", numbered("optimizer", index, ".bin"), optimizer)
+    return OptimizerPart("optimizer", numbered("optimizer", index, ".bin"), optimizer, [own])
 
 
 def _chosen(state: Mapping[str, Any], model: nn.Module, adapter_only: bool) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a model: a folder of shards, or one file `pytorch_model_fsdp.bin`, as the plugin says. All processes call it."""
+    """Save a model, all processes together: a folder of shards, or `pytorch_model_fsdp.bin`, as the plugin says."""
     part = _model_part(model, model_index, sharded=fsdp_plugin.saves_shards)
     _save(part, _chosen(part.capture(), part.model, adapter_only), Path(output_dir), accelerator)
 

@@ -168,8 +168,17 @@ class OptimizerPart(StatefulPart):
 
     is_users_own = False
 
+    def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], *, is_whole: bool = True) -> None:
+        super().__init__(name, file, owner)
+        self.names = names_of_parameters(models)
+        self.is_whole = is_whole
+        """False where the models are stages of a pipeline: the checkpoint holds the moments of the other stages too."""
+
     def objection(self, state: Any) -> str | None:
         """Compare the groups."""
+        if not self.is_whole:
+            missing = [name for name in self._own_names() if name not in state.get("names", ())]
+            return f"without the names of its parameters, or without {_some(missing)}" if missing else None
         there = [len(group["params"]) for group in state["param_groups"]]
         here = [len(group["params"]) for group in self.owner.param_groups]
         return None if there == here else f"with parameter groups of {there} parameters; here they have {here}"
@@ -182,14 +191,30 @@ class OptimizerPart(StatefulPart):
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.owner.param_groups for param in group["params"]]
 
+    def _own_names(self) -> list[str]:
+        return [self.names.get(id(param), str(index)) for index, param in enumerate(self._parameters())]
+
     def capture(self) -> Any:
-        """Return the whole state."""
-        state = self.owner.state_dict()
+        """Return the whole state, and the names of the parameters by which a pipeline finds its own."""
+        state = {**self.owner.state_dict(), "names": self._own_names()}
         return {**state, "state": whole_state(state["state"])} if self.is_collective else state
+
+    def _of_own_stages(self, state: Any) -> Any:
+        """Return the moments of this process's parameters, numbered as they are here."""
+        there = {name: index for index, name in enumerate(state["names"])}
+        moments = {
+            here: state["state"][there[name]]
+            for here, name in enumerate(self._own_names())
+            if there[name] in state["state"]
+        }
+        own = self.owner.state_dict()["param_groups"]
+        groups = [{**saved, "params": group["params"]} for group, saved in zip(own, state["param_groups"], strict=True)]
+        return {"state": moments, "param_groups": groups}
 
     def restore(self, state: Any) -> None:
         """Give every parameter its moments, spread as it is."""
         params = self._parameters()
+        state = state if self.is_whole else self._of_own_stages(state)
         if self.is_collective:
             moments = {
                 index: {
@@ -202,6 +227,15 @@ class OptimizerPart(StatefulPart):
             }
             state = {**state, "state": moments}
         self.owner.load_state_dict(state)
+
+
+def names_of_parameters(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the name of every parameter; those of a second model have its number in front."""
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        for name, param in model.named_parameters():
+            names.setdefault(id(param), f"model_{index}.{name}" if index else name)
+    return names
 
 
 class RandomPart(Part):

@@ -136,9 +136,8 @@ class ShardedOptimizerPart(OptimizerPart):
     is_collective = True
 
     def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], crew: Crew) -> None:
-        super().__init__(name, file, owner)
+        super().__init__(name, file, owner, models)
         self.crew = crew
-        self.names = names_of_parameters(models)
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for number, group in enumerate(self.owner.param_groups):
@@ -214,12 +213,3 @@ class ShardedOptimizerPart(OptimizerPart):
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def names_of_parameters(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Return the name of every parameter; those of a second model have its number in front."""
-    names: dict[int, str] = {}
-    for index, model in enumerate(models):
-        for name, param in model.named_parameters():
-            names.setdefault(id(param), f"model_{index}.{name}" if index else name)
-    return names

@@ -98,7 +98,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 def _compile_blocks(module: nn.Module, options: dict[str, Any]) -> bool:
     """Compile the repeated blocks in place; tell whether there are any."""
-    blocks = list(repeated_blocks(module))
+    blocks = list(compilable_blocks(module))
     name = type(module).__name__
     if not blocks:
         _say(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
@@ -111,7 +111,7 @@ def _compile_blocks(module: nn.Module, options: dict[str, Any]) -> bool:
     return True
 
 
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+def compilable_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that stand in a list or sequence together with others of their class.
 
     Those whose forward is torch's own are left out: the compiler does not begin a graph in torch's files, so that
@@ -123,7 +123,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     yield from repeated
     for child in module.children():
         if child not in repeated:
-            yield from repeated_blocks(child)
+            yield from compilable_blocks(child)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:

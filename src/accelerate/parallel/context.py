@@ -35,8 +35,8 @@ def split_sequences(
         length = buffer.shape[dim]
         if length % pieces:
             raise ValueError(
-                f"cp_size={mesh.size()} cuts sequences into {pieces} equal pieces, and one of {tuple(buffer.shape)} has "
-                f"{length} positions in dimension {dim}. Pad it to {length - length % pieces + pieces} positions."
+                f"cp_size={mesh.size()} cuts sequences into {pieces} equal pieces; a buffer of {tuple(buffer.shape)} "
+                f"has {length} positions in dimension {dim}. Pad it to {length - length % pieces + pieces} positions."
             )
     set_rotate_method(strategy)
     with context_parallel(

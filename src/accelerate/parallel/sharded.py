@@ -17,7 +17,7 @@ from ..config.sharding import FullyShardedDataParallelPlugin
 from ..runtime.mesh import Mesh
 from ..runtime.runtime import Runtime
 from . import materialising
-from .base import Capabilities, Strategy
+from .base import Bundle, Capabilities, Strategy
 from .context import split_sequences
 from .dtensors import mesh_of, spread_like, whole
 from .tensor import split_layers
@@ -62,6 +62,15 @@ class MeshParallel(Strategy):
         return self.mesh.token_group
 
     # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Spread the models; those for evaluation stay whole, and are moved as they are."""
+        prepared = super().prepare(bundle)
+        if bundle.evaluation:
+            for model, place in zip(bundle.models, bundle.place_models, strict=True):
+                if place:
+                    Strategy._place(self, model)
+        return prepared
 
     def _place(self, model: nn.Module) -> None:
         """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""

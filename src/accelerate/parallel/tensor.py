@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -19,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from .wrapping import is_called
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
     modules = {name: module for name, module in model.named_modules() if name}
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
-        names = [name for name in modules if fnmatchcase(name, pattern)]
+        names = [name for name in modules if is_called(name, pattern)]
         if not names:
             logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
         for name in names:

@@ -49,15 +49,15 @@ def _choice(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
             "auto_wrap_policy='transformer_based_wrap' needs the classes of the blocks: "
             f"transformer_cls_names_to_wrap=[...]. This model has {_class_names(model)}."
         )
-    blocks = repeated_blocks(model)
-    return lambda module: type(module) in blocks
+    blocks = {id(block) for block in blocks_in_lists(model)}
+    return lambda module: id(module) in blocks
 
 
 def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
     paths = {id(module): path for path, module in model.named_modules()}
 
     def is_named(module: nn.Module, name: str) -> bool:
-        return type(module).__name__ == name or (bool(paths[id(module)]) and fnmatchcase(paths[id(module)], name))
+        return type(module).__name__ == name or is_called(paths[id(module)], name)
 
     missing = [name for name in names if not any(is_named(module, name) for module in model.modules())]
     if len(missing) == len(names):
@@ -66,6 +66,12 @@ def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
             f"{_class_names(model)}."
         )
     return lambda module: any(is_named(module, name) for name in names)
+
+
+def is_called(path: str, pattern: str) -> bool:
+    """Tell whether a module's name fits a pattern, in which `*` stands for one step of the way: `blocks.*.up`."""
+    steps, wanted = path.split("."), pattern.split(".")
+    return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
 
 
 def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
@@ -80,14 +86,20 @@ def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
     return lambda module: id(module) in units
 
 
-def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of which a list inside the model holds several, each made of other modules."""
-    found: set[type[nn.Module]] = set()
+def blocks_in_lists(model: nn.Module) -> list[nn.Module]:
+    """Return the modules, themselves made of modules, of whose class a list inside the model holds several."""
+    found: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            counts = Counter(type(child) for child in container if any(True for _ in child.children()))
-            found |= {kind for kind, count in counts.items() if count > 1}
+            composed = [child for child in container if any(True for _ in child.children())]
+            counts = Counter(map(type, composed))
+            found += [child for child in composed if counts[type(child)] > 1]
     return found
+
+
+def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
+    """Return the classes of the blocks that the model holds in lists."""
+    return {type(block) for block in blocks_in_lists(model)}
 
 
 def ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:

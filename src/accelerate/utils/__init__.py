@@ -46,3 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in _OF_FSDP_UTILS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(".fsdp_utils", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

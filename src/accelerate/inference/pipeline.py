@@ -1,0 +1,59 @@
+"""`prepare_pippy`: a model too large for one device, cut into stages for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.parallelism import PipelineConfig
+from ..state import PartialState
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | Sequence[str] | None = "auto",
+    no_split_module_classes: Sequence[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Cut a model into as many stages as there are processes and keep this process's one on its device.
+
+    All processes then call the model with the same inputs, whose micro-batches (`num_chunks`, by default one per
+    process) pass through the stages. The last process gets the outputs, or with `gather_output` all of them do.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return model.to(state.device)
+    from ..parallel.cutting import divide, stage_starts  # here, because torch's pipelines take long to import
+    from ..parallel.schedules import Pipeline
+    from ..parallel.stages import StageView, keep_stages
+    from ..parallel.surveying import Skeleton, divided_by_use
+
+    class Inference(Pipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = self.evaluate(*args, **kwargs)
+            return self.from_last(outputs) if gather_output else outputs
+
+    split_at = None if split_points is None or isinstance(split_points, str) else list(split_points)
+    size, rank = state.num_processes, state.process_index
+    starts = stage_starts(model, split_at, size, f"prepare_pippy on {size} processes", no_split_module_classes or ())
+    example = (tuple(example_args or ()), dict(example_kwargs or {}))
+    division = divided_by_use(model, starts, *example) if any(example) else divide(model, starts)
+    skeleton = Skeleton(model, division, state.device)
+    keep_stages(model, division, skeleton, [rank])
+    with torch.no_grad():
+        model.to(state.device)
+    view = StageView(model, division, skeleton, rank)
+    view.begin()
+    config = PipelineConfig(schedule="gpipe", microbatches=num_chunks or size)
+    group = dist.group.WORLD
+    assert group is not None
+    model.forward = Inference([view], division, skeleton, config, group, state.device)
+    model.hf_split_points = starts  # type: ignore[assignment]
+    return model
