@@ -201,3 +201,43 @@ def test_shards_on_separate_disks_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="no host has all shards"):
         accelerator.save_state(str(tmp_path / "saved"))
+
+
+@ranks(2)
+def test_a_rank_that_cannot_write_its_shards_fails_the_save_on_every_rank(tmp_path: Path) -> None:
+    from accelerate.checkpoint import shards
+
+    accelerator, *_ = prepared(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.save_state(str(tmp_path / "saved"))
+    works = shards.FileSystemWriter.write_data
+
+    def fails(self: Any, plan: Any, planner: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    try:
+        if accelerator.process_index == 1:
+            shards.FileSystemWriter.write_data = fails  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            accelerator.save_state(str(tmp_path / "saved"))
+    finally:
+        shards.FileSystemWriter.write_data = works  # type: ignore[method-assign]
+    accelerator.load_state(str(tmp_path / "saved"), verify="hash")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@ranks(2)
+def test_a_flipped_bit_in_a_shard_is_found_before_anything_is_restored(tmp_path: Path) -> None:
+    accelerator, net, _ = prepared(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.save_state(str(tmp_path / "saved"))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shard = tmp_path / "saved" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+        contents = bytearray(shard.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        shard.write_bytes(contents)
+    accelerator.wait_for_everyone()
+    for param in net.parameters():
+        param.data.fill_(3)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
+        accelerator.load_state(str(tmp_path / "saved"), verify="hash")
+    assert all((param == 3).all() for param in net.parameters())

@@ -62,6 +62,11 @@ def test_a_mesh_of_four_is_refused_on_one_process() -> None:
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=4))
 
 
+def test_deepspeeds_sequence_parallelism_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="sp_size=2 cannot be used"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+
+
 def test_unknown_engines_and_strategies_are_refused() -> None:
     with pytest.raises(ValueError, match="choose torch"):
         ParallelismConfig(cp_backend="magic")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -70,7 +72,18 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, crew: Crew) -> No
     """Write this process's part of every tensor; all processes call it."""
     folder.mkdir(exist_ok=True)
     writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
-    save(dict(tensors), storage_writer=writer, process_group=crew.group, no_dist=crew.world_size == 1)
+    with _as_plain_error():
+        save(dict(tensors), storage_writer=writer, process_group=crew.group, no_dist=crew.world_size == 1)
+
+
+@contextmanager
+def _as_plain_error() -> Iterator[None]:
+    """Raise what went wrong on a rank: DCP's own exception would pass by everything that catches exceptions."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
 def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
@@ -79,7 +92,7 @@ def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
     Every process finds out by itself what it needs and reads it: one that fails leaves nobody waiting.
     """
     if into:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _as_plain_error():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
             load(into, storage_reader=SafeReader(folder), no_dist=True)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+from ..config.origins import NOT_YET
 from ..config.parallelism import ParallelismConfig
 from ..config.plugins import DistributedDataParallelKwargs
 from ..config.sharding import FullyShardedDataParallelPlugin
+from ..errors import UnsupportedSettingError
 from ..runtime.runtime import Runtime
 from .base import Strategy
 from .ddp import DataParallel
 from .single import SingleProcess
+
+logger = logging.getLogger(__name__)
 
 
 def strategy_for(
@@ -21,8 +27,13 @@ def strategy_for(
 ) -> Strategy:
     """Choose how models are spread."""
     if parallelism is not None:
+        if parallelism.sp_enabled:
+            raise UnsupportedSettingError(f"sp_size={parallelism.sp_size}", f"it is DeepSpeed's, and {NOT_YET}",
+                                          "Use cp_size to split sequences.")  # fmt: skip
         parallelism.fitted(runtime.num_processes)
     if runtime.num_processes == 1:
+        if sharding is not None:
+            logger.info("There is one process: nothing is sharded, and the settings of FSDP have no effect.")
         return SingleProcess(runtime)
     axes = parallelism.active_mesh_dims if parallelism is not None else []
     if sharding is None and set(axes) <= {"dp_replicate"}:
@@ -30,6 +41,8 @@ def strategy_for(
     from ..runtime.mesh import Mesh  # here, because torch's meshes and FSDP2 take long to import
     from .sharded import MeshParallel
 
+    if ddp is not None and runtime.is_main_process:
+        logger.warning("DistributedDataParallelKwargs has no effect: these models are spread over a mesh, not by DDP.")
     sharding = sharding or FullyShardedDataParallelPlugin()
     if mixed_precision != "no":
         sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
