@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
+from ..config.packages import compare_versions
 from .runtime import Runtime
 
 
@@ -34,7 +34,7 @@ def _drawn_by_rich() -> Any:
         from tqdm.rich import tqdm_rich
     except ImportError:
         return None
-    if tuple(int(part) for part in version("rich").split(".")[:2]) < (14, 1):
+    if compare_versions("rich", "<", "14.1"):
         return None  # two bars at once are an error there, and nested loops have two
     console = Console(stderr=True)  # one for all bars: it keeps nested ones apart
 

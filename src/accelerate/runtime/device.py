@@ -38,6 +38,11 @@ def accelerator_type() -> str | None:
     return current.type if current is not None else None
 
 
+def has_accelerator(kind: str) -> bool:
+    """Tell whether this machine has accelerators of a kind."""
+    return accelerator_type() == kind
+
+
 def default_device() -> torch.device:
     """Return the accelerator where there is one, else the CPU."""
     return torch.device(accelerator_type() or "cpu")

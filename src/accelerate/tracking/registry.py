@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from ..config.enums import LoggerType
+from ..config.packages import has_package
 from .general import GeneralTracker, check
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,7 @@ def class_named(name: str) -> type[GeneralTracker]:
 def is_installed(name: str) -> bool:
     """Tell whether the package a tracker needs is there."""
     packages = _PACKAGES_OF.get(name, (name,))
-    return name in _registered or not packages or any(_has_package(package) for package in packages)
-
-
-def _has_package(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # a module put in its place by hand has no spec
-        return True
+    return name in _registered or not packages or any(map(has_package, packages))
 
 
 def get_available_trackers() -> list[LoggerType]:

@@ -3,16 +3,18 @@
 from importlib import import_module
 from typing import Any
 
-from . import ao, constants, dataclasses, environment, memory, modeling, operations, other, random
+from . import ao, constants, dataclasses, environment, imports, memory, modeling, operations, other, random, versions
 from .ao import *  # noqa: F403
 from .constants import *  # noqa: F403
 from .dataclasses import *  # noqa: F403
 from .environment import *  # noqa: F403
+from .imports import *  # noqa: F403
 from .memory import *  # noqa: F403
 from .modeling import *  # noqa: F403
 from .operations import *  # noqa: F403
 from .other import *  # noqa: F403
 from .random import *  # noqa: F403
+from .versions import *  # noqa: F403
 
 __all__ = sorted(
     {
@@ -20,11 +22,13 @@ __all__ = sorted(
         *constants.__all__,
         *dataclasses.__all__,
         *environment.__all__,
+        *imports.__all__,
         *memory.__all__,
         *modeling.__all__,
         *operations.__all__,
         *other.__all__,
         *random.__all__,
+        *versions.__all__,
     }
 )
 

@@ -1,5 +1,11 @@
-"""Published path of the names of files."""
+"""Published path of the names of files, and of choices as words."""
 
+FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 MODEL_NAME = "pytorch_model"
 OPTIMIZER_NAME = "optimizer"
 RNG_STATE_NAME = "random_states"
@@ -15,6 +21,12 @@ WEIGHTS_NAME = "pytorch_model.bin"
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 
 __all__ = [
+    "FSDP2_STATE_DICT_TYPE",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_MODEL_NAME",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
     "MODEL_NAME",
     "OPTIMIZER_NAME",
     "RNG_STATE_NAME",

@@ -1,0 +1,44 @@
+"""Which optional packages are there, without importing them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from importlib.util import find_spec
+
+from packaging.version import Version, parse
+
+OPERATIONS: dict[str, Callable[[Version, Version], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+def has_package(name: str) -> bool:
+    """Tell whether a package can be imported; it is not imported."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
+    except ValueError:  # a module put in its place by hand has no spec
+        return True
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare the version of an installed package, or a version, with another: `("numpy", ">=", "2.0")`."""
+    if operation not in OPERATIONS:
+        raise ValueError(f"{operation!r} compares nothing: choose one of {', '.join(OPERATIONS)}.")
+    if isinstance(library_or_version, str):
+        try:
+            library_or_version = parse(installed_version(library_or_version))
+        except PackageNotFoundError:
+            raise PackageNotFoundError(
+                f"{library_or_version} is not installed, so that its version cannot be compared."
+            ) from None
+    return OPERATIONS[operation](library_or_version, parse(requirement_version))
