@@ -34,8 +34,10 @@ def keep_threads() -> Iterator[None]:
     [
         ("step", GENEROUS),
         ("ddp", GENEROUS_FOR_TWO_PROCESSES),
+        ("fsdp", GENEROUS_FOR_TWO_PROCESSES),
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
+        ("log", GENEROUS),
     ],
 )
 def test_a_subject_costs_little_and_prints_its_table(
