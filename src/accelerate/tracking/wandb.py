@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from .general import GeneralTracker, on_main_process
-from .values import plain, say_left_out
+from .general import on_main_process
+from .projects import ProjectTracker
+from .values import say_left_out
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(ProjectTracker):
     """Log to a run of the W&B project `run_name`; options are those of `wandb.init`."""
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The `wandb.Run`."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Open the run."""
-        import wandb
-
-        self.run = wandb.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the config."""
-        self.run.config.update(plain(values), allow_val_change=True)
+    config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -51,14 +29,6 @@ class WandBTracker(GeneralTracker):
             self.run.log({}, step=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images; options are those of `wandb.Run.log`."""
-        import wandb
-
-        images = {name: [wandb.Image(image) for image in batch] for name, batch in values.items()}
-        self.run.log(images, step=step, **kwargs)
-
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -72,8 +42,3 @@ class WandBTracker(GeneralTracker):
         import wandb
 
         self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Close the run."""
-        self.run.finish()
