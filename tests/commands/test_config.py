@@ -456,6 +456,12 @@ def keyboard() -> Iterator[Any]:
         ),
         (
             0,
+            ["cpu\r", "\r", "2\r", "\r", DOWN * 4 + " " + DOWN + " \r", " " + DOWN + " \r"],
+            {"cpu": True, "num_processes": 2, "mixed_precision": "no", "dynamo_backend": "inductor", "use_fsdp": True}
+            | {"fsdp_version": "2", "fsdp_activation_checkpointing": "true", "fsdp_offload_params": "true"},
+        ),
+        (
+            0,
             ["deepspeed\r", "sage\r", "cpu\r", "\r", "x\r", "\b0\r", "\b3\r", "fp8\r", "\r"],
             {"cpu": True, "num_processes": 3, "mixed_precision": "fp8"},
         ),

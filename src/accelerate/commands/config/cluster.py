@@ -23,6 +23,13 @@ _EXTRAS = {
     "enable_cpu_affinity": "pin each process to its share of the cores",
     "max_restarts": "start all processes again after a failure (accelerate 1.x cannot read it)",
     "log_dir": "write each rank's output to a folder (accelerate 1.x cannot read it)",
+    "use_fsdp": "share one copy of the model among the processes (FSDP2): for models too large for one device",
+    "dynamo_backend": "compile models with torch.compile (inductor)",
+}
+_FSDP_EXTRAS = {
+    "fsdp_activation_checkpointing": "compute activations again in the backward pass, instead of keeping them",
+    "fsdp_offload_params": "keep parameters, gradients and optimizer state in the host's memory",
+    "fsdp_cpu_ram_efficient_loading": "load weights on the first process only",
 }
 
 
@@ -141,4 +148,11 @@ def _extras() -> dict[str, Any]:
         answers["max_restarts"] = asking.count("How many times at most?", 3)
     if "log_dir" in chosen:
         answers["log_dir"] = asking.write("Which folder?", "logs")
-    return answers
+    if "dynamo_backend" in chosen:
+        answers["dynamo_backend"] = "inductor"
+    return answers | (_fsdp() if "use_fsdp" in chosen else {})
+
+
+def _fsdp() -> dict[str, Any]:
+    chosen = asking.choose_some("FSDP2: what should save more memory?", _FSDP_EXTRAS)
+    return {"use_fsdp": True, "fsdp_version": "2", **dict.fromkeys(chosen, "true")}
