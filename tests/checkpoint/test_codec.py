@@ -23,7 +23,7 @@ import torch
 from accelerate.checkpoint import codec
 from accelerate.checkpoint.engine import CheckpointError
 from accelerate.checkpoint.layout import COMMIT_FILE
-from accelerate.checkpoint.model_files import load_checkpoint_in_model
+from accelerate.inference.loading import load_checkpoint_in_model
 
 from .runs import Notes, StampedRun
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.checkpoint import codec
-from accelerate.checkpoint.model_files import load_checkpoint_in_model, parse_size, read_model_files
+from accelerate.checkpoint.model_files import parse_size, read_model_files
+from accelerate.inference.loading import load_checkpoint_in_model
 from tests.ranks import ranks
 
 
@@ -118,5 +119,3 @@ def test_weights_can_be_converted_on_the_way(tmp_path: Path) -> None:
     model.body.to(torch.float32)
     load_checkpoint_in_model(model, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["body"])
     assert (model.head.weight.dtype, model.body.weight.dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match="device_map"):
-        load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})

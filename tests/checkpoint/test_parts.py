@@ -42,7 +42,8 @@ def test_many_missing_names_are_counted() -> None:
 
 def test_a_model_may_be_loaded_in_part_when_it_is_asked_for() -> None:
     model = nn.Linear(2, 2)
-    part = ModelPart("model", "model.safetensors", model, {"strict": False})
+    part = ModelPart("model", "model.safetensors", model)
+    part.load_options["strict"] = False
     assert part.objection({"weight": torch.ones(2, 2)}) is None
     part.restore({"weight": torch.ones(2, 2)})
     assert model.weight.tolist() == [[1, 1], [1, 1]]
@@ -51,7 +52,7 @@ def test_a_model_may_be_loaded_in_part_when_it_is_asked_for() -> None:
 def test_an_optimizer_with_other_groups_is_described() -> None:
     model = nn.Linear(2, 2)
     saved = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
-    part = OptimizerPart("optimizer", "optimizer.bin", torch.optim.SGD([model.weight], lr=0.1))
+    part = OptimizerPart("optimizer", "optimizer.bin", torch.optim.SGD([model.weight], lr=0.1), [model])
     assert part.objection(saved) == "with parameter groups of [2] parameters; here they have [1]"
 
 

@@ -136,4 +136,4 @@ def test_the_files_have_the_published_names(tmp_path: Path) -> None:
     for file in sorted(theirs - {"model.safetensors"}):
         mine = torch.load(tmp_path / "ckpt" / file, weights_only=False)
         other = torch.load(WRITTEN / "one_process" / file, weights_only=False)
-        assert mine.keys() == other.keys(), file
+        assert mine.keys() - {"names"} == other.keys(), file  # of the parameters, for pipelines; torch does not mind
