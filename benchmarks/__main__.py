@@ -15,7 +15,7 @@ from pathlib import Path
 from .interleave import Comparison
 from .table import render
 
-SUBJECTS = ("step", "ddp", "fsdp", "gather", "loader", "imports", "launch", "checkpoint", "log", "compile")
+SUBJECTS = ("step", "ddp", "fsdp", "gather", "loader", "imports", "launch", "checkpoint", "log", "compile", "offload")
 REPOSITORY = Path(__file__).parents[1]
 
 

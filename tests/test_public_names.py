@@ -10,13 +10,17 @@ from types import ModuleType
 import pytest
 
 import accelerate
+import accelerate.big_modeling
 import accelerate.data_loader
+import accelerate.hooks
 import accelerate.launchers
 import accelerate.utils
 
 FACADES: list[ModuleType] = [
     accelerate,
+    accelerate.big_modeling,
     accelerate.data_loader,
+    accelerate.hooks,
     accelerate.launchers,
     accelerate.utils,
     *(
@@ -28,6 +32,7 @@ FACADES: list[ModuleType] = [
             "environment",
             "memory",
             "modeling",
+            "offload",
             "operations",
             "other",
             "random",

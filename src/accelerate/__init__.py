@@ -23,9 +23,17 @@ _HOME_OF = {
     "ParallelismConfig": "config.parallelism",
     "PartialState": "state",
     "ProfileKwargs": "config.plugins",
+    "cpu_offload": "inference.dispatch",
+    "cpu_offload_with_hook": "inference.dispatch",
     "debug_launcher": "launchers",
+    "disk_offload": "inference.dispatch",
+    "dispatch_model": "inference.dispatch",
     "find_executable_batch_size": "memory",
-    "load_checkpoint_in_model": "checkpoint.model_files",
+    "infer_auto_device_map": "inference.device_map",
+    "init_empty_weights": "inference.empty",
+    "init_on_device": "inference.empty",
+    "load_checkpoint_and_dispatch": "inference.loading",
+    "load_checkpoint_in_model": "inference.loading",
     "notebook_launcher": "launchers",
     "prepare_pippy": "inference",
     "skip_first_batches": "data.preparing",
@@ -36,7 +44,6 @@ __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
-    from .checkpoint.model_files import load_checkpoint_in_model as load_checkpoint_in_model
     from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from .config.enums import DistributedType as DistributedType
     from .config.parallelism import ParallelismConfig as ParallelismConfig
@@ -49,6 +56,15 @@ if TYPE_CHECKING:
     from .config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from .data.preparing import skip_first_batches as skip_first_batches
     from .inference import prepare_pippy as prepare_pippy
+    from .inference.device_map import infer_auto_device_map as infer_auto_device_map
+    from .inference.dispatch import cpu_offload as cpu_offload
+    from .inference.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from .inference.dispatch import disk_offload as disk_offload
+    from .inference.dispatch import dispatch_model as dispatch_model
+    from .inference.empty import init_empty_weights as init_empty_weights
+    from .inference.empty import init_on_device as init_on_device
+    from .inference.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from .inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from .launchers import debug_launcher as debug_launcher
     from .launchers import notebook_launcher as notebook_launcher
     from .memory import find_executable_batch_size as find_executable_batch_size

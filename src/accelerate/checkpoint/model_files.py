@@ -10,15 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..config.origins import NOT_YET
-from ..errors import UnsupportedSettingError
 from ..runtime.progress import progress
 from ..saving import clean_state_dict_for_safetensors, flush, written_whole
 from . import codec
-from .parts import with_ties
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -88,24 +84,33 @@ def _remove_older_files(folder: Path, stem: str, suffix: str, keep: set[str]) ->
 
 def read_model_files(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a model from a file, an index, or a folder with either."""
+    files = files_of_model(checkpoint)
+    if len(files) == 1:
+        return dict(codec.read(files[0]))
+    state: dict[str, Any] = {}
+    for path in progress(files, "Loading the model", "shards"):
+        state |= codec.read(path)
+    return state
+
+
+def files_of_model(checkpoint: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that hold the tensors: of a file, an index, or a folder with either."""
     path = Path(checkpoint)
     if path.is_dir():
         path = _main_file(path)
-    if path.name.endswith(".index.json"):
-        weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        outside = sorted(name for name in set(weight_map.values()) if Path(name).name != name)
-        if outside:
-            raise ValueError(f"{path} names files outside of its folder: {outside[0]!r}.")
-        missing = sorted(name for name in set(weight_map.values()) if not (path.parent / name).is_file())
-        if missing:
-            raise FileNotFoundError(f"{path} lists shards that are not there: {', '.join(missing[:4])}.")
-        state: dict[str, Any] = {}
-        for name in progress(sorted(set(weight_map.values())), "Loading the model", "shards"):
-            state |= codec.read(path.parent / name)
-        return state
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    return dict(codec.read(path))
+    if not path.name.endswith(".index.json"):
+        return [path]
+    weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{path} names files outside of its folder: {outside[0]!r}.")
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path} lists shards that are not there: {', '.join(missing[:4])}.")
+    return [path.parent / name for name in names]
 
 
 def _main_file(folder: Path) -> Path:
@@ -119,34 +124,3 @@ def _main_file(folder: Path) -> Path:
     raise FileNotFoundError(
         f"{folder} holds no model: expected model.safetensors, pytorch_model.bin, or one of them with .index.json."
     )
-
-
-def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    device_map: Any = None,
-    offload_folder: Any = None,
-    dtype: torch.dtype | str | None = None,
-    offload_state_dict: bool = False,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: list[str] | None = None,
-    offload_8bit_bnb: bool = False,
-    strict: bool = False,
-    **others: Any,
-) -> None:
-    """Load a model's weights from a file, an index or a folder, tied ones too.
-
-    `dtype` converts floating-point weights, except in modules named in `keep_in_fp32_modules`.
-    """
-    if device_map is not None or offload_folder is not None or others:
-        asked = "device_map" if device_map is not None else "offload_folder" if offload_folder else ", ".join(others)
-        raise UnsupportedSettingError(f"load_checkpoint_in_model({asked}=...)", NOT_YET, "Leave it out.")
-    state = read_model_files(checkpoint)
-    if dtype is not None:
-        number_format = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        kept = keep_in_fp32_modules or []
-        for name, tensor in state.items():
-            if tensor.is_floating_point():
-                in_fp32 = any(part in name for part in kept)
-                state[name] = tensor.to(torch.float32 if in_fp32 else number_format)
-    model.load_state_dict(with_ties(state, model.state_dict()), strict=strict)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 VERBS = {
     "config": "answer questions, and write the answers to a file",
     "env": "print versions, devices and settings, for bug reports",
+    "estimate-memory": "say how much memory a model takes, before loading it",
     "launch": "start a script on one process or many",
     "merge-weights": "turn a sharded model into files that every tool reads",
     "report": "show logged runs as an HTML page, or live in the terminal",

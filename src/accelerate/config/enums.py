@@ -131,3 +131,11 @@ class FP8BackendType(str, enum.Enum):
     TE = "TE"
     MSAMP = "MSAMP"
     AO = "AO"
+
+
+class CustomDtype(enum.Enum):
+    """Formats that are smaller than any of torch's, for the sizes in a device map."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

@@ -149,6 +149,29 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
             empty_cache()
 
 
+def free_memory(index: int) -> int | None:
+    """Return the bytes that are free on one of this machine's accelerators, or None where its kind does not say."""
+    kind = accelerator_type()
+    if kind is None:
+        return None
+    module = getattr(torch, kind)
+    ask = getattr(module, "mem_get_info", None)
+    if ask is not None:
+        return int(ask(index)[0])
+    limit = getattr(module, "recommended_max_memory", None)  # MPS shares the host's memory
+    return None if limit is None else int(limit() - module.current_allocated_memory())
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a host tensor that an accelerator can fetch by itself, or the tensor where that is not known."""
+    if tensor.numel() == 0:
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except (RuntimeError, NotImplementedError):
+        return tensor
+
+
 def supports_fp8(device: torch.device) -> bool:
     """Tell whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
     if device.type != "cuda":

@@ -3,7 +3,20 @@
 from importlib import import_module
 from typing import Any
 
-from . import ao, constants, dataclasses, environment, imports, memory, modeling, operations, other, random, versions
+from . import (
+    ao,
+    constants,
+    dataclasses,
+    environment,
+    imports,
+    memory,
+    modeling,
+    offload,
+    operations,
+    other,
+    random,
+    versions,
+)
 from .ao import *  # noqa: F403
 from .constants import *  # noqa: F403
 from .dataclasses import *  # noqa: F403
@@ -11,6 +24,7 @@ from .environment import *  # noqa: F403
 from .imports import *  # noqa: F403
 from .memory import *  # noqa: F403
 from .modeling import *  # noqa: F403
+from .offload import *  # noqa: F403
 from .operations import *  # noqa: F403
 from .other import *  # noqa: F403
 from .random import *  # noqa: F403
@@ -25,6 +39,7 @@ __all__ = sorted(
         *imports.__all__,
         *memory.__all__,
         *modeling.__all__,
+        *offload.__all__,
         *operations.__all__,
         *other.__all__,
         *random.__all__,
@@ -42,14 +57,16 @@ _OF_FSDP_UTILS = (
     "save_fsdp_model",
     "save_fsdp_optimizer",
 )
-__all__ += list(_OF_FSDP_UTILS)
+_OF_BNB = ("has_4bit_bnb_layers", "load_and_quantize_model")
+__all__ += [*_OF_FSDP_UTILS, *_OF_BNB]
 
 
 def __getattr__(name: str) -> Any:
     """Load a name when it is first asked for (PEP 562)."""
-    if name not in _OF_FSDP_UTILS:
+    module = ".fsdp_utils" if name in _OF_FSDP_UTILS else ".bnb" if name in _OF_BNB else None
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".fsdp_utils", __name__), name)
+    return getattr(import_module(module, __name__), name)
 
 
 def __dir__() -> list[str]:

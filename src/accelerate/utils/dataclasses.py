@@ -3,6 +3,7 @@
 from ..config.compilation import TorchDynamoPlugin
 from ..config.enums import (
     BaseEnum,
+    CustomDtype,
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
@@ -29,6 +30,7 @@ from ..config.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from ..config.quantization import BnbQuantizationConfig
 from ..config.sharding import FullyShardedDataParallelPlugin
 from ..runtime.nested import TensorInformation
 
@@ -36,6 +38,8 @@ __all__ = [
     "AORecipeKwargs",
     "AutocastKwargs",
     "BaseEnum",
+    "BnbQuantizationConfig",
+    "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",

@@ -1,5 +1,122 @@
-"""Published path of what concerns a model's weights."""
+"""Published path of what concerns a model's weights: sizes, device maps, tensors moved one by one."""
 
-from ..checkpoint.model_files import load_checkpoint_in_model
+import logging
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-__all__ = ["load_checkpoint_in_model"]
+import torch
+
+from ..config.plugins import AutocastKwargs
+from ..inference.device_map import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+    fallback_allocate,
+    get_balanced_memory,
+    get_max_memory,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+)
+from ..inference.loading import load_checkpoint_in_model, load_state_dict
+from ..inference.offloaded import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from ..inference.sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    get_max_layer_size,
+    get_module_leaves,
+)
+from ..inference.tensors import (
+    check_device_same,
+    check_tied_parameters_in_config,
+    find_tied_parameters,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+from ..inference.tensors import proper_dtype as _get_proper_dtype
+from ..inference.weights import load_offloaded_weights
+from ..parallel.unwrapping import extract_model_from_parallel
+from ..runtime.device import clear_device_cache, default_device
+from ..state import AcceleratorState
+
+logger = logging.getLogger(__name__)
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return what tensors of one memory have in common: device, address, size."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def is_peft_model(model: torch.nn.Module) -> bool:
+    """Tell whether a model is one of peft's, which is only so if peft was imported."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a loss scaler for this machine's device."""
+    return torch.amp.GradScaler(default_device().type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast of the newest `Accelerator`'s number format, or a context that does nothing."""
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+    state = AcceleratorState()
+    dtype = dtypes.get(str(state.mixed_precision))
+    if not native_amp or dtype is None:
+        return nullcontext()
+    options = (autocast_kwargs or AutocastKwargs()).to_kwargs()
+    return torch.autocast(device_type=state.device.type, dtype=dtype, **options)
+
+
+__all__ = [
+    "_get_proper_dtype",
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "clear_device_cache",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "fallback_allocate",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_grad_scaler",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_mixed_precision_context_manager",
+    "get_module_leaves",
+    "get_module_size_with_ties",
+    "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "is_peft_model",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "logger",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+]

@@ -1,0 +1,172 @@
+"""Models larger than memory: computing with all weights on disk, and loading a checkpoint in shards.
+
+Times are in terms of the same forward pass with all weights in memory, and of reading the files' bytes; the page cache
+is warm on both sides. Memory is what the kernel counts as resident, at its highest, above what it was before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from accelerate import disk_offload, init_empty_weights, load_checkpoint_in_model
+from accelerate.checkpoint.model_files import save_model_files
+
+from .interleave import Comparison, summary
+
+LAYERS, WIDTH, ROWS = 32, 2048, 64
+"""512 MB of weights in layers of 16 MB."""
+SHARDS = 8
+ROUNDS_PER_LAP = 15
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).eval()
+
+
+def run(rounds: int) -> list[Comparison]:
+    """Measure time in this process, and memory in fresh ones."""
+    laps = 4 + rounds // ROUNDS_PER_LAP
+    with tempfile.TemporaryDirectory() as folder:
+        save_model_files(
+            make_model().state_dict(),
+            Path(folder) / "shards",
+            max_shard_size=LAYERS * WIDTH * WIDTH * 4 // SHARDS + 1_000_000,
+            safe_serialization=True,
+        )
+        return [
+            _forward(Path(folder), laps),
+            _in_a_fresh_process(
+                "memory_of_forward", folder, "peak memory, forward from disk / two layers, activations"
+            ),
+            _load(Path(folder), laps),
+            _in_a_fresh_process("memory_of_load", folder, "peak memory, load / model + one shard"),
+        ]
+
+
+def _forward(folder: Path, laps: int) -> Comparison:
+    model, inputs = make_model(), torch.randn(ROWS, WIDTH)
+    on_disk = make_model()
+    on_disk.load_state_dict(model.state_dict())
+    disk_offload(on_disk, folder / "offload", execution_device="cpu")
+    with torch.no_grad():
+        assert torch.equal(on_disk(inputs), model(inputs))
+        costs = _alternate(lambda: model(inputs), lambda: on_disk(inputs), laps)
+    return summary("forward with all weights on disk / plain forward", costs, target=1.25)
+
+
+def _load(folder: Path, laps: int) -> Comparison:
+    shards = folder / "shards"
+    with init_empty_weights():
+        empty = make_model()
+
+    def read() -> None:
+        _ = [path.read_bytes() for path in shards.iterdir()]  # all are kept, as the model keeps its weights
+
+    def load() -> None:
+        model = copy.deepcopy(empty)
+        load_checkpoint_in_model(model, shards)
+
+    costs = _alternate(read, load, laps)
+    return summary("load_checkpoint_in_model / reading the same bytes", costs, target=1.5)
+
+
+def _alternate(bare: Callable[[], object], ours: Callable[[], object], laps: int) -> list[tuple[float, float]]:
+    """Time both sides in turn, each of them first in every other lap; the first two laps warm up."""
+    costs: list[tuple[float, float]] = []
+    for lap in range(laps + 2):
+        times = {side: _seconds(side) for side in ((bare, ours) if lap % 2 else (ours, bare))}
+        costs.append((times[bare], times[ours]))
+    return costs[2:]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def _in_a_fresh_process(what: str, folder: str, row: str) -> Comparison:
+    """Compare the memory that a process took with what it should; the columns are in MB."""
+    command = [sys.executable, "-m", "benchmarks.offload", what, folder]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    expected, measured = json.loads(answer.splitlines()[-1])
+    target = 1.3 if what == "memory_of_forward" else 1.05
+    made = summary(row, [(expected * 1e-12, measured * 1e-12)], target)
+    return replace(made, notes=[f"{measured / 1e6:,.1f} MB of {expected / 1e6:,.1f} MB"])
+
+
+def memory_of_forward(folder: str) -> tuple[int, int]:
+    """Return the bytes of two layers and the activations, and those taken by forward passes from disk."""
+    with init_empty_weights():
+        model = make_model()
+    index = Path(folder) / "offload"
+    disk_offload(model, index, execution_device="cpu")
+    inputs = torch.randn(ROWS, WIDTH)
+    weight = torch.randn(WIDTH, WIDTH)
+    torch.nn.functional.linear(inputs, weight)  # torch's own buffers
+    del weight
+    before = resident()
+    forget_peak()
+    with torch.no_grad():
+        for _ in range(3):
+            model(inputs)
+    return 2 * WIDTH * (WIDTH + 1) * 4 + 2 * inputs.nbytes, peak() - before
+
+
+def memory_of_load(folder: str) -> tuple[int, int]:
+    """Return the bytes of the model and a shard, and those taken by loading it."""
+    with init_empty_weights():
+        model = make_model()
+    load_checkpoint_in_model(nn.Linear(1, 1), _tiny(folder))  # imports
+    before = resident()
+    forget_peak()
+    load_checkpoint_in_model(model, Path(folder) / "shards")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return size + size // SHARDS, peak() - before
+
+
+def _tiny(folder: str) -> Path:
+    path = Path(folder) / "tiny"
+    save_model_files(nn.Linear(1, 1).state_dict(), path, max_shard_size="1MB", safe_serialization=True)
+    return path
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory now."""
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """Return the most bytes that were in memory since `forget_peak`."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps({"memory_of_forward": memory_of_forward, "memory_of_load": memory_of_load}[sys.argv[1]](sys.argv[2]))
+    )

@@ -1,0 +1,256 @@
+"""`accelerate estimate-memory`: what a model takes, before it is loaded anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..config.options import spellings
+from .parser import verb_parser
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..inference.estimate import Batch, Estimate, Spread
+
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
+
+
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the verb, alone or as one of the command's verbs."""
+    parser = verb_parser(
+        subparsers,
+        "estimate-memory",
+        "Say how much memory a model takes for inference and for training with Adam. No weights are loaded.",
+    )
+    parser.add_argument("model_name", nargs="?", help="a folder with a config.json, the file, or a name on the hub")
+    parser.add_argument(
+        *spellings("model"), metavar="MODULE:CALLABLE", help="instead: a function here that returns a torch.nn.Module"
+    )
+    parser.add_argument(*spellings("library_name"), choices=("timm", "transformers"), help="whose model it is")
+    parser.add_argument(*spellings("dtypes"), nargs="+", choices=DTYPES, default=DEFAULT_DTYPES, help="which formats")
+    parser.add_argument(
+        *spellings("trust_remote_code"), action="store_true", help="run the code that a model on the hub brings"
+    )
+    batch = parser.add_argument_group("what it computes")
+    batch.add_argument(*spellings("batch_size"), type=_positive, default=1, metavar="N", help="samples per process (1)")
+    batch.add_argument(
+        *spellings("sequence_length"), type=_positive, metavar="N", help="tokens per sample (512, or fewer)"
+    )
+    batch.add_argument(
+        *spellings("inputs"),
+        metavar="MODULE:CALLABLE",
+        help="a function that returns a batch: a tensor, a tuple or a dict; it may take batch_size, sequence_length",
+    )
+    batch.add_argument(
+        *spellings("loss"), metavar="MODULE:CALLABLE", help="a function of the outputs and of that batch"
+    )
+    batch.add_argument(
+        *spellings("pure_precision"),
+        action="store_true",
+        help="train all in 16 bits; by default weights stay in fp32 (mixed precision)",
+    )
+    spread = parser.add_argument_group("where it computes")
+    spread.add_argument(*spellings("num_processes"), type=_positive, default=1, metavar="N", help="processes (1)")
+    spread.add_argument(*spellings("fsdp"), action="store_true", help="shard it over them; by default each has a copy")
+    spread.add_argument(
+        *spellings("no_reshard_after_forward"), action="store_true", help="keep the layers whole until backward"
+    )
+    parser.add_argument("--json", action="store_true", help="print bytes, for programs")
+    parser.set_defaults(run=estimate_command)
+    return parser
+
+
+def _positive(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} is less than 1")
+    return number
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command."""
+    estimate_command_parser(verbs)
+
+
+def estimate_command(args: argparse.Namespace) -> None:
+    """Estimate, and print tables."""
+    from ..inference.definitions import DefinitionError
+
+    try:
+        model, estimates = _estimates(args)
+    except DefinitionError as error:
+        raise SystemExit(f"accelerate estimate-memory: {error}") from error
+    if args.json:
+        print(json.dumps(_as_data(args, model, estimates), indent=2))
+    else:
+        print(_as_text(args, model, estimates))
+
+
+def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
+    from dataclasses import replace
+
+    from ..inference.definitions import DefinitionError, create_empty_model, load_function, model_from_function
+    from ..inference.estimate import estimate
+
+    if (args.model_name is None) == (args.model is None):
+        raise DefinitionError("name one model: a folder or a name on the hub, or --model module:callable.")
+    if args.loss is not None and args.inputs is None:
+        raise DefinitionError("--loss is called with the batch of --inputs: give that too.")
+    if args.model is not None:
+        model = model_from_function(args.model)
+    else:
+        model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    batch, problem = _batch(args, model)
+    function = None if args.loss is None else load_function(args.loss)
+    loss = None if function is None else (lambda outputs, given: function(outputs, _as_given(given)))
+    estimates = [
+        estimate(model, dtype, batch=batch, loss=loss, spread=_spread(args), pure=args.pure_precision)
+        for dtype in dict.fromkeys(args.dtypes)
+    ]
+    return model, [replace(found, left_out=problem or found.left_out) for found in estimates]
+
+
+def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, str | None]:
+    from ..inference.definitions import NoBatchError, batch_from_function, example_batch
+
+    if args.inputs is not None:
+        return batch_from_function(args.inputs, args.batch_size, args.sequence_length), None
+    try:
+        return example_batch(model, args.batch_size, args.sequence_length), None
+    except NoBatchError as error:
+        return None, str(error)
+
+
+def _as_given(batch: Batch) -> Any:
+    """Return a batch in the form that the user's function gave it."""
+    if batch.kwargs:
+        return dict(batch.kwargs)
+    return batch.args[0] if len(batch.args) == 1 else batch.args
+
+
+def _spread(args: argparse.Namespace) -> Spread:
+    from ..inference.estimate import Spread
+
+    return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
+
+
+# --- What is printed --------------------------------------------------------------------------------------------------
+
+
+def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    rows = []
+    for found in estimates:
+        row = asdict(found)
+        row["inference"]["total"] = found.inference.total
+        if found.training is not None:
+            row["training"]["total"] = found.training.total
+        rows.append(row)
+    return {
+        "model": args.model or args.model_name,
+        "class": type(model).__name__,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "num_processes": args.num_processes,
+        "fsdp": args.fsdp,
+        "batch_size": args.batch_size,
+        "estimates": rows,
+    }
+
+
+def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> str:
+    parameters = sum(param.numel() for param in model.parameters())
+    per = " per process" if args.num_processes > 1 else ""
+    parts = [
+        f"{args.model or args.model_name}: {type(model).__name__} with {parameters:,} parameters"
+        + (f", on {args.num_processes} processes" if per else "")
+        + (", sharded" if per and args.fsdp else ", a copy on each" if per else ""),
+        _table(f"Inference{per}", *_inference_rows(args, estimates)),
+    ]
+    if any(found.training is not None for found in estimates):
+        parts.append(_table(f"Training with Adam{per}", *_training_rows(args, estimates)))
+    parts.append("\n".join(_notes(args, model, estimates)))
+    return "\n\n".join(parts)
+
+
+def _inference_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple[list[str], list[list[str]]]:
+    gathers = any(found.inference.gathered for found in estimates)
+    headers = ["dtype", "largest layer", "weights", *(["gathered"] if gathers else []), "forward pass", "total"]
+    rows = []
+    for found in estimates:
+        part = found.inference
+        row = [found.dtype, _size(found.largest_layer), _size(part.weights)]
+        row += [_size(part.gathered)] if gathers else []
+        rows.append([*row, _size(part.forward), _size(part.total)])
+    return headers, rows
+
+
+def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple[list[str], list[list[str]]]:
+    trained = [(found, found.training) for found in estimates if found.training is not None]
+    copies = any(part.copies for _, part in trained)
+    talks = args.num_processes > 1
+    headers = ["dtype", "weights", "gradients", "optimizer", "activations"]
+    headers += ["16-bit copies"] if copies else []
+    headers += [("gathered" if args.fsdp else "DDP buckets")] if talks else []
+    rows = []
+    for found, part in trained:
+        row = [found.dtype, *map(_size, (part.weights, part.gradients, part.optimizer, part.activations))]
+        row += [_size(part.copies)] if copies else []
+        row += [_size(part.communication)] if talks else []
+        rows.append([*row, _size(part.total)])
+    return [*headers, "total"], rows
+
+
+def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
+    from ..inference.quantized import layers_to_convert
+
+    notes = []
+    reasons: dict[str, list[str]] = {}
+    for found in estimates:
+        if found.left_out is not None:
+            reasons.setdefault(found.left_out, []).append(found.dtype)
+    for reason, dtypes in reasons.items():
+        which = "The totals" if len(dtypes) == len(estimates) else f"The totals of {' and '.join(dtypes)}"
+        notes.append(f"{which} are without activations: {reason}.")
+    if len(reasons) == 0:
+        samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
+        notes.append(f"The batch has {samples}; what autograd keeps of it was measured, without numbers.")
+    mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
+    if mixed:
+        notes.append(
+            f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."
+        )
+    quantized = [found.dtype for found in estimates if found.training is None]
+    if quantized and not layers_to_convert(model):
+        notes.append(f"{' and '.join(quantized)}: no linear layer can be quantised, so all is in float16.")
+    elif quantized:
+        notes.append(
+            f"{' and '.join(quantized)}: linear layers as bitsandbytes stores them, the rest in float16; for inference"
+            f"{', and never sharded' if args.fsdp else ''}."
+        )
+    name = estimates[0].largest_layer_name
+    notes.append(f"The largest layer is {name or type(model).__name__}. 1 GB is 10^9 bytes.")
+    return notes
+
+
+def _size(size: int | None) -> str:
+    from ..inference.device_map import readable
+
+    return "not known" if size is None else readable(size)
+
+
+def _table(title: str, headers: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    lines = [[headers[0].ljust(widths[0]), *map(str.rjust, headers[1:], widths[1:])]]
+    lines += [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    rule = "  ".join("-" * width for width in widths)
+    first, *others = ("  ".join(line) for line in lines)
+    return "\n".join([title, first, rule, *others])
+
+
+def main() -> None:
+    """Run the verb alone."""
+    estimate_command(estimate_command_parser().parse_args())

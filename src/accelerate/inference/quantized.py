@@ -1,0 +1,448 @@
+"""Models whose linear layers keep their weights in 8 or 4 bits.
+
+Layer after layer is read, put on its device in 16 bits, quantised and let go, so that at no time there is more than the
+quantised model and one layer. bitsandbytes and torchao are imported on use, and never by importing this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.quantization import BnbQuantizationConfig
+from ..runtime.device import accelerator_type
+from ..runtime.progress import progress
+from .lazy_files import LazyModelFiles
+from .tensors import as_device, find_tied_parameters, find_tied_tensors, get_non_persistent_buffers
+
+_BLOCK = 64
+_CODES = 16
+_FLOAT = torch.float32.itemsize
+_WORTH_IT = 1 << 18
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Mapping[str, Any] | str | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Quantise a model in place, with its own weights or with those of a file, an index or a folder, and return it.
+
+    A model on the meta device needs `weights_location`. Without a `device_map` the model goes to the accelerator, or
+    stays on the CPU. With one, what is offloaded to the CPU or the disk is not quantised: it is kept in `torch_dtype`
+    and comes to a device for its forward pass. `offload_state_dict` has no effect, because nothing is held that is not
+    needed.
+    """
+    _engine(bnb_quantization_config)  # an absent package is told before anything is changed
+    places = get_quantized_model_device_map(
+        model, bnb_quantization_config, device_map, max_memory, no_split_module_classes
+    )
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        _place_of(name, places)
+    if "disk" in places.values() and offload_folder is None:
+        raise ValueError("The device_map puts parts of the model on disk: say where with offload_folder=...")
+    files = None if weights_location is None else LazyModelFiles(weights_location)
+    empty = [name for name, param in model.named_parameters() if param.is_meta]
+    if files is None and empty:
+        raise ValueError(
+            f"{type(model).__name__} has no values for {empty[0]} and {len(empty) - 1} other parameters, because they "
+            "are on the meta device. Say where the weights are: weights_location=..."
+        )
+    chosen = [name for name in layers_to_convert(model, bnb_quantization_config) if not _is_away(name, places)]
+    if not chosen:
+        warnings.warn(
+            f"{type(model).__name__} has no linear layer to quantise: all of its weights stay in "
+            f"{bnb_quantization_config.torch_dtype}.",
+            stacklevel=2,
+        )
+    _Loader(model, bnb_quantization_config, files, places, chosen).load()
+    model.is_loaded_in_8bit = bnb_quantization_config.load_in_8bit  # type: ignore[assignment]
+    model.is_loaded_in_4bit = bnb_quantization_config.load_in_4bit  # type: ignore[assignment]
+    if len(set(map(str, places.values()))) > 1 or "disk" in places.values():
+        from .dispatch import dispatch_model
+
+        return dispatch_model(model, places, offload_dir=offload_folder)
+    model.hf_device_map = dict(places)  # type: ignore[assignment]
+    return model
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> nn.Module:
+    """Put layers of bitsandbytes in the place of linear ones. They quantise their weights when moved to a device.
+
+    Without `modules_to_not_convert` the output layer stays. `current_key_name` is the way to this module from a larger
+    model, in whose terms names are then read.
+    """
+    skipped = get_keys_to_not_convert(model) if modules_to_not_convert is None else modules_to_not_convert
+    start = ".".join(current_key_name or ())
+    for name, layer in _linear_layers(model):
+        if not _is_named(f"{start}.{name}" if start else name, skipped):
+            new = _empty_bnb_layer(layer, bnb_quantization_config)
+            new.weight = _bnb_weight(new, layer.weight.detach(), bnb_quantization_config)
+            new.bias = layer.bias
+            _put(model, name, new)
+    return model
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Return the names of the modules that stay in 16 bits by default: the last one, and all that are tied.
+
+    A model without a head, which says so by a `base_model_prefix` that leads nowhere in it, has no such modules.
+    """
+    tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
+    prefix = getattr(model, "base_model_prefix", None)
+    has_head = not isinstance(prefix, str) or hasattr(model, prefix)
+    last = [name for name, _ in model.named_children()][-1:]
+    return list(dict.fromkeys([*tied, *last])) if tied or has_head else []
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Tell whether a model has layers of bitsandbytes with 4-bit weights."""
+    if "bitsandbytes" not in sys.modules:  # then nobody can have made one
+        return False
+    return any(isinstance(module, _bitsandbytes().nn.Linear4bit) for module in model.modules())
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter."""
+    return next(parameter.parameters()).device
+
+
+# --- Which layers, and how large --------------------------------------------------------------------------------------
+
+
+def layers_to_convert(model: nn.Module, config: BnbQuantizationConfig | None = None) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model that get quantised, by name; without a config, those that do by default."""
+    skipped = config.skip_modules if config is not None else None
+    skipped = get_keys_to_not_convert(model) if skipped is None else skipped
+    in_fp32 = (config.keep_in_fp32_modules if config is not None else None) or []
+    return {name: layer for name, layer in _linear_layers(model) if not _is_named(name, [*skipped, *in_fp32])}
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the layers that can be exchanged: plain ones, whose weight nobody else reads."""
+    readers = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # they hand weights to a kernel of their own
+    read = {id(part) for module in model.modules() if isinstance(module, readers) for part in module.modules()}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and type(module) is nn.Linear and id(module) not in read:
+            yield name, module
+
+
+def _is_named(name: str, keys: Sequence[str]) -> bool:
+    """Tell whether a key is a module's name or a part of the way to it."""
+    return any(f".{key}." in f".{name}." for key in keys)
+
+
+def quantized_size(weight: Tensor, bits: int) -> int:
+    """Return the bytes of a weight in the formats of bitsandbytes, its scales included."""
+    if bits == 8:
+        return weight.numel() + _FLOAT * weight.shape[0]
+    blocks = -(-weight.numel() // _BLOCK)
+    return -(-weight.numel() // 2) + _FLOAT * (blocks + _CODES)
+
+
+def quantized_model_size(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers, the scales of quantised ones included."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    parts = [part for tensor in tensors.values() for part in _parts(tensor)]
+    # The first forward pass of an 8-bit layer takes the scales away from its weight.
+    scales = (getattr(getattr(module, "state", None), "SCB", None) for module in model.modules())
+    parts += [scale for scale in scales if isinstance(scale, Tensor)]
+    return sum(part.numel() * part.element_size() for part in {id(part): part for part in parts}.values())
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao's
+        yield from (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return
+    yield tensor.data
+    if isinstance(scales := getattr(tensor, "SCB", None), Tensor):
+        yield scales
+    state = getattr(tensor, "quant_state", None)
+    while state is not None:
+        yield from (state.absmax, state.code)
+        state = getattr(state, "state2", None)
+
+
+# --- Loading ----------------------------------------------------------------------------------------------------------
+
+
+class _Loader:
+    """Walks through a model once, and gives every module its tensors where and as they are to be.
+
+    Names are kept and modules are not, so that what was replaced is let go at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: BnbQuantizationConfig,
+        files: LazyModelFiles | None,
+        places: Mapping[str, Any],
+        chosen: Sequence[str],
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.files = files
+        self.places = places
+        self.chosen = frozenset(chosen)
+        self.twins = {name: tuple(group) for group in find_tied_tensors(model) for name in group}
+        self.computed = get_non_persistent_buffers(model, recurse=True, fqns=True)
+        self.placed: dict[tuple[str, ...], Tensor] = {}
+        """What the tensors of a tie became, by their names."""
+
+    def load(self) -> None:
+        """Load everything."""
+        self._check_names()
+        names: dict[int, list[str]] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(name)
+        for name, *others in progress(list(names.values()), "Quantising the model", "modules"):
+            if name in self.chosen:
+                layer = self._quantized(name)
+                for place in (name, *others):
+                    _put(self.model, place, layer)
+                _give_back(layer)
+            else:
+                self._place(name)
+
+    def _check_names(self) -> None:
+        if self.files is None:
+            return
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        missing = sorted(name for name in own if self._stored_as(name) is None)
+        if missing:
+            shown = ", ".join(missing[:4])
+            raise ValueError(f"{self.files.path} has no values for {len(missing)} parameters of the model: {shown}.")
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        unknown = sorted(set(self.files.names) - own - buffers)
+        if unknown:
+            warnings.warn(
+                f"{self.files.path} has {len(unknown)} tensors that the model does not know: {', '.join(unknown[:4])}.",
+                stacklevel=4,
+            )
+
+    def _stored_as(self, name: str) -> str | None:
+        """Return the name under which the files have a tensor, which may be that of its twin."""
+        if self.files is None:
+            return None
+        names = self.files.names
+        return next((twin for twin in (name, *self.twins.get(name, ())) if twin in names), None)
+
+    def _value(self, name: str, old: Tensor) -> Tensor:
+        """Return a tensor's numbers on its device, in the format of what is not quantised."""
+        stored = self._stored_as(name)
+        value = self.files.read(stored) if self.files is not None and stored is not None else old.detach()
+        if value.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, and the files have no values for it. Build the model in "
+                "init_empty_weights(), which leaves buffers real."
+            )
+        if value.shape != old.shape or value.is_floating_point() != old.is_floating_point():
+            raise ValueError(
+                f"{name} is {value.dtype} of shape {tuple(value.shape)} in the file, and {old.dtype} of shape "
+                f"{tuple(old.shape)} in the model. Weights that are quantised already cannot be quantised again."
+            )
+        place = _place_of(name, self.places)
+        return value.to(as_device("cpu" if str(place) == "disk" else place), self._dtype(name, old))
+
+    def _dtype(self, name: str, old: Tensor) -> torch.dtype:
+        if not old.is_floating_point() or name in self.computed:
+            return old.dtype
+        in_fp32 = _is_named(name, self.config.keep_in_fp32_modules or [])
+        dtype: torch.dtype = torch.float32 if in_fp32 else self.config.torch_dtype
+        return dtype
+
+    def _place(self, path: str) -> None:
+        """Give a module that is not quantised its own tensors; its children have their turn."""
+        module = self.model.get_submodule(path)
+        for store in (module._parameters, module._buffers):
+            for name, old in list(store.items()):
+                if old is not None:
+                    store[name] = self._once(f"{path}.{name}" if path else name, old)  # type: ignore[assignment]
+
+    def _once(self, name: str, old: Tensor) -> Tensor:
+        """Return what becomes of a tensor, and for its twins the same."""
+        twins = self.twins.get(name, (name,))
+        if twins in self.placed:
+            return self.placed[twins]
+        value = self._value(name, old)
+        if isinstance(old, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=old.requires_grad)
+        if len(twins) > 1:
+            self.placed[twins] = value
+        return value
+
+    def _quantized(self, name: str) -> nn.Module:
+        layer = self.model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        bias = None if layer.bias is None else self._once(f"{name}.bias", layer.bias)
+        new = _engine(self.config)(layer, self._value(f"{name}.weight", layer.weight), self.config)
+        new.bias = bias
+        return new
+
+
+def _give_back(layer: nn.Module) -> None:
+    """Let the C library return what a layer's making has freed.
+
+    glibc keeps freed blocks for later, and small weights that stay lie between large ones that went, so that it could
+    use them again only for less: without this a process was seen to grow to several times its tensors.
+    """
+    trim = _malloc_trim()
+    if trim is not None and any(param.numel() > _WORTH_IT for param in layer.parameters()):
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library, or Windows
+        return None
+    return found
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path)._modules[last] = module
+
+
+# --- Places -----------------------------------------------------------------------------------------------------------
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Mapping[str, Any] | str | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return where each part of a model goes, planned with the sizes that it will have.
+
+    Without a map all of it goes to the accelerator, or stays on the CPU; "auto", "balanced", "balanced_low_0" and
+    "sequential" make a plan within `max_memory`.
+    """
+    if device_map is None:
+        return {"": torch.device(accelerator_type() or "cpu")}
+    if isinstance(device_map, Mapping):
+        return dict(device_map)
+    if device_map not in _PLANS:
+        raise ValueError(f"device_map={device_map!r} is unknown: give a dict, or one of {', '.join(_PLANS)}.")
+    from .device_map import get_balanced_memory, infer_auto_device_map
+
+    sizes: dict[str, Any] = {"no_split_module_classes": list(no_split_module_classes or ())}
+    sizes["dtype"] = bnb_quantization_config.torch_dtype
+    chosen = layers_to_convert(model, bnb_quantization_config)
+    sizes["special_dtypes"] = {f"{name}.weight": bnb_quantization_config.target_dtype for name in chosen}
+    if device_map != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=device_map == "balanced_low_0", **sizes)
+    return dict(infer_auto_device_map(model, max_memory, **sizes))
+
+
+_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def _place_of(name: str, places: Mapping[str, Any]) -> Any:
+    """Return the place of a module or a tensor: that of the longest name around it."""
+    around = [key for key in places if not key or f"{name}.".startswith(f"{key}.")]
+    if not around:
+        raise ValueError(f"The device_map says nothing of {name}.")
+    return places[max(around, key=len)]
+
+
+def _is_away(name: str, places: Mapping[str, Any]) -> bool:
+    """Tell whether a module is offloaded: to the disk, or to the CPU while others compute on an accelerator."""
+    place = str(_place_of(name, places))
+    return place == "disk" or (place == "cpu" and any(str(other) not in ("cpu", "disk") for other in places.values()))
+
+
+# --- Who quantises ----------------------------------------------------------------------------------------------------
+
+_Engine = Callable[[nn.Linear, Tensor, BnbQuantizationConfig], nn.Module]
+
+
+def _engine(config: BnbQuantizationConfig) -> _Engine:
+    """Return the function that makes a quantised layer from a layer and its weight."""
+    if config.backend == "torchao":
+        _package("torchao.quantization")
+        return _by_torchao
+    _bitsandbytes()
+    return _by_bitsandbytes
+
+
+def _package(name: str) -> Any:
+    package = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"Quantising with {package} needs the package, which cannot be imported here ({error}). "
+            f"Install it with: pip install {package}"
+        ) from error
+
+
+def _bitsandbytes() -> Any:
+    return _package("bitsandbytes")
+
+
+def _by_bitsandbytes(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
+    new: nn.Module = _empty_bnb_layer(layer, config)
+    new.weight = _bnb_weight(new, weight, config).to(weight.device)
+    return new
+
+
+def _empty_bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> Any:
+    layers = _bitsandbytes().nn
+    shape = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": layer.bias is not None}
+    if config.load_in_8bit:
+        new = layers.Linear8bitLt(
+            **shape, has_fp16_weights=False, threshold=config.llm_int8_threshold, device=torch.device("meta")
+        )
+    else:
+        new = layers.Linear4bit(
+            **shape,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+            device=torch.device("meta"),
+        )
+    return new.train(layer.training)
+
+
+def _bnb_weight(layer: Any, weight: Tensor, config: BnbQuantizationConfig) -> Any:
+    """Make the parameter that quantises itself when it is moved to a device."""
+    params = _bitsandbytes().nn
+    if config.load_in_8bit:
+        return params.Int8Params(weight.contiguous(), requires_grad=False, has_fp16_weights=False)
+    return params.Params4bit(
+        weight.contiguous(),
+        requires_grad=False,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+        module=layer,
+    )
+
+
+def _by_torchao(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
+    quantization = _package("torchao.quantization")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    return layer

@@ -1,0 +1,219 @@
+"""The tensors of a module: listed, replaced one by one, and tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.device import accelerator_type, clear_device_cache, is_cpu
+
+Device = torch.device | str | int
+META = torch.device("meta")
+READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
+"""Modules that use the weights of modules in them without calling those, so all must be in one place at one time."""
+TiedTensors = dict[int, dict[Any, Tensor]]
+"""For the address of a tied tensor, its copies by device, so that a device never holds two."""
+
+
+def as_device(device: Device) -> torch.device:
+    """Return the device that a name or an index means; an index is one of the machine's accelerators."""
+    if isinstance(device, int):
+        kind = accelerator_type()
+        if kind is None:
+            raise ValueError(
+                f"Device {device} was asked for, and this machine has no accelerator. Use 'cpu' or 'disk' instead, "
+                "or a device_map made on this machine."
+            )
+        return torch.device(kind, device)
+    return torch.device(device)
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module and, unless told otherwise, its buffers."""
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in left_out:
+                yield name, buffer
+
+
+def all_names_of_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> list[tuple[str, Tensor]]:
+    """Return what `named_module_tensors` yields, and a tied tensor under each of its names."""
+    tensors: list[tuple[str, Tensor]] = list(module.named_parameters(recurse=recurse, remove_duplicate=False))
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
+        buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
+        tensors += [(name, buffer) for name, buffer in buffers if name not in left_out]
+    return tensors
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that a state dict leaves out; with `fqns`, as seen from the module."""
+    found: set[str] = set()
+    for path, owner in module.named_modules() if recurse else [("", module)]:
+        names = owner._non_persistent_buffers_set
+        found |= {f"{path}.{name}" for name in names} if fqns and path else names
+    return found
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds a tensor, and what it calls it."""
+    path, _, last = name.rpartition(".")
+    return (module.get_submodule(path) if path else module), last
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Tell whether two devices are one: an accelerator without an index is the current one of its kind."""
+    if first_device.type != second_device.type:
+        return False
+    if first_device == second_device or is_cpu(first_device) or first_device.type == "meta":
+        return True
+
+    def index(device: torch.device) -> int:
+        return torch.accelerator.current_device_index() if device.index is None else device.index
+
+    return index(first_device) == index(second_device)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: torch.dtype | str | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer of a module on a device, with a new value if one is given.
+
+    A value takes the dtype that the tensor had, or `dtype`; integers given for a `dtype` stay integers. A parameter
+    that a tie shares keeps one copy per device through `tied_params_map`. `fp16_statistics` are the row scales of an
+    8-bit weight of bitsandbytes.
+    """
+    owner, name = owner_of(module, tensor_name)
+    is_buffer = name in owner._buffers
+    if not is_buffer and name not in owner._parameters:
+        raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}).")
+    old = owner._buffers[name] if is_buffer else owner._parameters[name]
+    target = as_device(device)
+    if old is None:
+        if value is None:
+            return
+        old = value
+    if value is None and check_device_same(old.device, target) and dtype is None:
+        return
+    if value is None and old.is_meta and target != META:
+        raise ValueError(f"{tensor_name} is on the meta device, so it has no value: give one to put it on {target}.")
+    if value is not None and old.shape != value.shape and not _is_packed(old):
+        raise ValueError(
+            f"{tensor_name} has the shape {tuple(old.shape)}, and the value for it {tuple(value.shape)}: they are not "
+            "of one model."
+        )
+    source = old if value is None else value
+    copies = None if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr())
+    if copies is not None and target in copies and copies[target].shape == source.shape:
+        placed: Tensor = copies[target]
+    else:
+        placed = _placed(old, source, target, dtype if value is None else _dtype_for(old, value, dtype), non_blocking)
+        if fp16_statistics is not None:
+            placed.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+        if not is_buffer:
+            placed = as_parameter(placed, like=old)
+        if copies is not None and target != META:
+            copies[target] = placed
+    (owner._buffers if is_buffer else owner._parameters)[name] = placed  # type: ignore[assignment]
+    if clear_cache and accelerator_type() == old.device.type and target.type != old.device.type:
+        clear_device_cache()
+
+
+def _dtype_for(old: Tensor, value: Tensor, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None if _is_packed(old) else old.dtype
+    return proper_dtype(dtype) if value.is_floating_point() or value.is_complex() else None
+
+
+def _placed(
+    old: Tensor, source: Tensor, target: torch.device, dtype: torch.dtype | str | None, non_blocking: bool
+) -> Tensor:
+    with torch.no_grad():
+        return source.detach().to(target, proper_dtype(dtype) or source.dtype, non_blocking=non_blocking)
+
+
+def proper_dtype(dtype: torch.dtype | str | None) -> Any:
+    """Return the dtype that a name such as "torch.float16" means."""
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Tell whether a quantised parameter holds its numbers in a shape and dtype of its own."""
+    return type(tensor) not in (Tensor, nn.Parameter)
+
+
+def as_parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
+    """Make a tensor a parameter of the kind, and with the marks, that another one has."""
+    kind: Any = type(like) if isinstance(like, nn.Parameter) else nn.Parameter
+    can_learn = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    if kind is nn.Parameter:
+        parameter = nn.Parameter(tensor, requires_grad=can_learn)
+        for key, mark in vars(like).items():
+            setattr(parameter, key, mark)
+        return parameter
+    marks = {key: mark for key, mark in vars(like).items() if key != "SCB"}  # bitsandbytes' classes take theirs back
+    made: nn.Parameter = kind(tensor, requires_grad=can_learn, **marks)
+    return made
+
+
+# --- Ties -------------------------------------------------------------------------------------------------------------
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the groups of names under which the model knows one parameter, each in the model's order."""
+    return _shared(model.named_parameters(remove_duplicate=False))
+
+
+def find_tied_tensors(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names that are one parameter or one buffer."""
+    return find_tied_parameters(model) + _shared(model.named_buffers(remove_duplicate=False))
+
+
+def _shared(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make each group of names one parameter again, the first that has values; other devices keep their own copy."""
+    for group in tied_params:
+        holders = [owner_of(model, name) for name in group]
+        found = [getattr(owner, name, None) for owner, name in holders]
+        source = next((tensor for tensor in found if isinstance(tensor, Tensor) and not tensor.is_meta), None)
+        if source is None:
+            source = next((tensor for tensor in found if isinstance(tensor, Tensor)), None)
+        for (owner, name), tensor in zip(holders, found, strict=True):
+            if source is not None and (tensor is None or tensor.is_meta or tensor.device == source.device):
+                store = owner._buffers if name in owner._buffers else owner._parameters
+                store[name] = source  # type: ignore[assignment]
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Tell whether a model of transformers says in its config that it ties weights."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return False
+    text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    ties_embeddings = getattr(text_config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
+    has_output = bool(ties_embeddings) and model.get_output_embeddings() is not None  # type: ignore[operator]
+    ties_encoder = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return has_output or bool(ties_encoder) or any(hasattr(module, "_tie_weights") for module in model.modules())

@@ -1,0 +1,319 @@
+"""`accelerate estimate-memory` as people type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.estimate import (
+    add_timm_hub_prefix,
+    check_has_model,
+    create_ascii_table,
+    estimate_command_parser,
+    estimate_training_usage,
+    gather_data,
+)
+from accelerate.inference import definitions
+from tests.launching import run_accelerate
+
+PROGRAM = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(100, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def make():
+    assert torch.empty(1).is_meta  # nothing is allocated
+    return Model()
+
+def inputs(batch_size, sequence_length):
+    return torch.zeros(batch_size, sequence_length, dtype=torch.long)
+
+def loss(outputs, words):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), words.flatten())
+
+def number():
+    return 3
+
+constant = 3
+"""
+PARAMETERS = 100 * 32 + 4 * (2 * 32 * 64 + 96) + 33 * 100
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def as_data(*words: object, folder: Path) -> dict[str, Any]:
+    ran = run_accelerate("estimate-memory", *words, "--json", directory=folder)
+    assert ran.code == 0, ran.complaints
+    data: dict[str, Any] = json.loads(ran.printed)
+    return data
+
+
+def test_a_model_of_ones_own_is_told_in_tables(folder: Path) -> None:
+    words = ["--model", "mine:make", "--inputs", "mine:inputs", "--loss", "mine:loss"]
+    words += ["--batch_size", "2", "--sequence-length", "16"]
+    ran = run_accelerate("estimate-memory", *words, directory=folder)
+    assert ran.code == 0, ran.complaints
+    assert f"mine:make: Model with {PARAMETERS:,} parameters" in ran.printed
+    _, inference, training, _ = ran.printed.split("\n\n")
+    for dtype in ("float32", "float16", "int8", "int4"):
+        assert f"\n{dtype}" in inference
+        assert (f"\n{dtype} " in training) == dtype.startswith("float")
+    assert f"{4 * PARAMETERS / 1000:.2f} KB" in inference
+    assert f"{(8 * PARAMETERS + 4 * 19) / 1000:.2f} KB" in training
+    assert "16-bit copies" in training
+    assert "not known" not in ran.printed
+    assert "The batch has 2 samples; " in ran.printed
+    assert "mixed precision" in ran.printed
+    assert max(map(len, ran.printed.splitlines())) <= 120
+
+
+def test_without_inputs_activations_are_left_out_and_the_way_to_get_them_is_told(folder: Path) -> None:
+    ran = run_accelerate("estimate-memory", "--model", "mine:make", "--dtypes", "float32", directory=folder)
+    assert ran.code == 0, ran.complaints
+    assert "not known" in ran.printed
+    assert "The totals are without activations" in ran.printed
+    assert "--inputs module:callable" in ran.printed
+
+
+def test_the_same_as_data_and_sharded(folder: Path) -> None:
+    words = ["--model", "mine:make", "--inputs", "mine:inputs", "--dtypes", "bfloat16", "--num_processes", 2, "--fsdp"]
+    data = as_data(*words, folder=folder)
+    assert (data["class"], data["parameters"], data["num_processes"]) == ("Model", PARAMETERS, 2)
+    (found,) = data["estimates"]
+    training = found["training"]
+    assert (training["stored_in"], training["computed_in"]) == ("float32", "bfloat16")
+    assert training["weights"] == training["gradients"] == 2 * PARAMETERS  # every dimension here is even
+    parts = ("weights", "gradients", "optimizer", "activations", "copies", "communication")
+    assert training["total"] == sum(training[part] for part in parts)
+    assert found["inference"]["total"] > found["inference"]["weights"] == PARAMETERS
+    text = run_accelerate("estimate-memory", *words, directory=folder).printed
+    assert "on 2 processes, sharded" in text
+    assert "Training with Adam per process" in text
+    kept = as_data(*words, "--no_reshard_after_forward", folder=folder)["estimates"][0]["training"]
+    assert kept["communication"] > training["communication"]
+    pure = as_data(*words, "--pure_precision", folder=folder)["estimates"][0]["training"]
+    assert pure["weights"] == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name one model"),
+        (["there", "--model", "mine:make"], "name one model"),
+        (["--model", "mine"], "not of the form module:callable"),
+        (["--model", "yours:make"], "'yours' cannot be imported"),
+        (["--model", "mine:mak"], "mine has no 'mak'"),
+        (["--model", "mine:constant"], "is a int and cannot be called"),
+        (["--model", "mine:number"], "returned a int"),
+        (["--model", "mine:make", "--loss", "mine:loss"], "give that too"),
+        (["empty"], "has no config.json"),
+        (["broken"], "is not JSON"),
+        (["strange"], "neither a model_type"),
+        (["no/such/folder"], "no model on the hub can have this name"),
+    ],
+)
+def test_mistakes_are_told(folder: Path, words: list[str], message: str) -> None:
+    for name, text in (("empty", None), ("broken", "{"), ("strange", '{"x": 1}')):
+        (folder / name).mkdir()
+        if text is not None:
+            (folder / name / "config.json").write_text(text)
+    if "/" in "".join(words):
+        pytest.importorskip("huggingface_hub")
+    ran = run_accelerate("estimate-memory", *words, directory=folder)
+    assert ran.code == 1
+    assert message in ran.complaints
+    assert "Traceback" not in ran.complaints
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_what_to_do(folder: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    ran = run_accelerate("estimate-memory", "someone/model", directory=folder, HF_ENDPOINT="http://127.0.0.1:9")
+    assert ran.code == 1
+    assert "could not be asked" in ran.complaints
+    assert "http://127.0.0.1:9" in ran.complaints
+    assert "--model module:callable" in ran.complaints
+    assert "Traceback" not in ran.complaints
+
+
+def test_numbers_that_make_no_sense_are_refused(folder: Path) -> None:
+    ran = run_accelerate("estimate-memory", "--model", "mine:make", "--batch_size", 0, directory=folder)
+    assert ran.code == 2
+    assert "0 is less than 1" in ran.complaints
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys; from accelerate.commands.estimate_memory import estimate_command_parser as make;"
+        "text = make().format_help(); assert '--fsdp' in text; print('torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
+
+
+def test_the_published_options_are_here() -> None:
+    actions = {action.dest: action for action in estimate_command_parser()._actions}
+    assert actions["dtypes"].default == ["float32", "float16", "int8", "int4"]
+    assert {"--library_name", "--library-name"} <= set(actions["library_name"].option_strings)
+    assert {"--trust_remote_code", "--trust-remote-code"} <= set(actions["trust_remote_code"].option_strings)
+
+
+# --- The published helpers --------------------------------------------------------------------------------------------
+
+
+def test_the_published_table() -> None:
+    drawn = create_ascii_table(["a", "bb"], [["x", "yyyy"], ["1", "22"]], "title here")
+    assert drawn.splitlines() == [
+        "┌──────────┐",
+        "│title here│",
+        "├─┬────────┤",
+        "│a│   bb   │",
+        "├─┼────────┤",
+        "│x│  yyyy  │",
+        "│1│   22   │",
+        "└─┴────────┘",
+    ]
+
+
+def test_the_published_arithmetic() -> None:
+    assert estimate_training_usage(400, "float32") == {"model": 400, "optimizer": 800, "gradients": 400, "step": 1600}
+    assert set(estimate_training_usage(400, "int8").values()) == {-1}
+    assert add_timm_hub_prefix("resnet50") == "resnet50"
+    assert add_timm_hub_prefix("timm/x") == "hf-hub:timm/x"
+    assert check_has_model(OSError("x")) == "unknown"
+    assert check_has_model(RuntimeError("Unknown model (x)")) == "timm"
+
+
+class _Hub:
+    """A hub that answers without a network."""
+
+    class errors:
+        class RepositoryNotFoundError(Exception): ...
+
+        class GatedRepoError(RepositoryNotFoundError): ...
+
+        class HFValidationError(ValueError): ...
+
+    class constants:
+        ENDPOINT = "https://hub.test"
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def try_to_load_from_cache(self, name: str, file: str) -> None:
+        return None
+
+    def model_info(self, name: str, token: str | None = None) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (_Hub.errors.GatedRepoError(), "is gated: accept its terms on https://hub.test/a/b"),
+        (_Hub.errors.RepositoryNotFoundError(), "nor a model on the hub"),
+        (ConnectionError("no way"), "could not be asked for it \\(ConnectionError: no way\\)"),
+        (Namespace(library_name="keras"), "is a model of keras"),
+    ],
+)
+def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, answer: Any, message: str) -> None:
+    monkeypatch.setattr(definitions, "_package", lambda name: _Hub(answer))
+    with pytest.raises(definitions.DefinitionError, match=message):
+        definitions.create_empty_model("a/b", None)
+
+
+def test_an_absent_library_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, contents in (("transformers", '{"model_type": "bert"}'), ("timm", '{"architecture": "resnet18"}')):
+        (tmp_path / "config.json").write_text(contents)
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(definitions.DefinitionError, match=f"pip install {name}"):
+            definitions.create_empty_model(str(tmp_path), None)
+
+
+# --- With the real library --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "llama")
+    return tmp_path
+
+
+def test_a_folder_of_transformers(llama: Path) -> None:
+    import transformers
+
+    words = ["--dtypes", "float32", "float16", "int4", "--batch_size", "2"]
+    data = as_data("llama", *words, folder=llama)
+    same = as_data("llama/config.json", *words, folder=llama)
+    assert data["estimates"] == same["estimates"]
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(llama / "llama"))
+    assert data["class"] == "LlamaForCausalLM"
+    single, half, quarter = data["estimates"]
+    tensors = [*real.parameters(), *real.buffers()]
+    assert single["inference"]["weights"] == sum(t.numel() * t.element_size() for t in tensors)
+    assert single["largest_layer"] >= 4 * sum(p.numel() for p in real.model.layers[0].parameters())
+    assert quarter["inference"]["weights"] < half["inference"]["weights"] < single["inference"]["weights"]
+    assert single["left_out"] is None
+    assert 0 < half["training"]["activations"] < single["training"]["activations"]
+
+
+def test_activations_of_transformers_are_what_autograd_keeps(llama: Path) -> None:
+    import torch
+    import transformers
+
+    from accelerate.inference.estimate import Batch
+    from tests.inference.test_estimate import bytes_of
+
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(llama / "llama")).train()
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    own = {tensor.data_ptr() for tensor in (*real.parameters(), *real.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = real(input_ids=tokens, labels=tokens).loss
+    data = as_data("llama", "--batch_size", 2, "--sequence_length", 128, "--dtypes", "float32", folder=llama)
+    assert data["estimates"][0]["training"]["activations"] == pytest.approx(bytes_of(kept.values()), rel=0.1)
+    assert Batch.of(loss).args == (loss,)
+
+
+def test_the_published_rows(llama: Path) -> None:
+    rows = gather_data(
+        Namespace(
+            model_name=str(llama / "llama"), library_name=None, trust_remote_code=False, dtypes=["float32", "int8"]
+        )
+    )
+    assert [row[0] for row in rows] == ["float32", "int8"]
+    assert rows[0][3]["step"] == 4 * rows[0][2]
+    assert rows[1][3]["step"] == -1

@@ -1,0 +1,167 @@
+"""Device maps: which part goes where, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import infer_auto_device_map, init_empty_weights
+from accelerate.utils import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    find_tied_parameters,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+)
+from accelerate.utils.modeling import clean_device_map, compute_module_total_buffer_size, get_non_persistent_buffers
+from tests.inference.models import Residual, Scaled, tied_model
+from tests.pretend_accelerator import on_a_pretend_accelerator
+
+
+class Small(nn.Module):
+    """236 bytes: 64, 72 with 40 of buffers, 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+
+class SmallTied(nn.Module):
+    """240 bytes: an embedding and a head share 160."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.l1, self.head = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False)
+        self.head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "max_memory", "expected"),
+    [
+        (Small, {0: 1000}, {"": 0}),
+        (Small, {0: 140, "cpu": 1000}, {"": "cpu"}),
+        (Small, {0: 204, "cpu": 1000}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+        (Small, {0: 200, 1: 200}, {"linear1": 0, "batchnorm": 0, "linear2": 1}),
+        (Small, {0: 0, "cpu": 1000}, {"": "cpu"}),
+        (Small, {"cpu": 236}, {"": "cpu"}),
+        (SmallTied, {0: 200, 1: 200}, {"emb": 0, "head": 0, "l1": 1}),
+        (SmallTied, {0: 150, 1: 200, "cpu": 100}, {"": "disk"}),
+        (SmallTied, {0: 320, "cpu": 100}, {"": 0}),
+    ],
+)
+def test_parts_go_where_there_is_room(model: Any, max_memory: dict[Any, int], expected: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert infer_auto_device_map(model(), max_memory) == expected
+
+
+def test_the_result_is_a_plain_dict_that_can_show_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    device_map = infer_auto_device_map(Small(), {0: 204, "cpu": 1000}, verbose=True)
+    assert json.loads(json.dumps(device_map)) == dict(device_map)
+    assert "batchnorm (72 B) -> cpu, because 0 has no room" in capsys.readouterr().out
+    table = device_map.table().splitlines()
+    assert table[0].split() == ["device", "holds", "keeps", "free", "budget", "what"]
+    assert table[1].split() == ["0", "64", "B", "140", "B", "204", "B", "linear1"]
+    assert "(everything)" in infer_auto_device_map(Small(), {0: 1000}).table()
+
+
+def test_modules_that_must_not_be_split_are_not() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Residual(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Linear(32, 32))
+    budgets = {0: 3 * 4224, 1: 4 * 4224, "cpu": 10**6}
+    assert infer_auto_device_map(model, budgets) == {"0": 0, "1": 0, "2": 1}
+    budgets = {0: 2 * 4224, 1: 4 * 4224, "cpu": 10**6}
+    assert infer_auto_device_map(model, budgets) == {"0": 0, "1.inner.0": 0, "1.inner.1": 1, "2": 1}
+    assert infer_auto_device_map(model, budgets, "Residual") == {"0": 0, "1": 1, "2": 1}
+
+
+def test_small_parts_go_back_to_a_device_if_that_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(32, 32), nn.Linear(4, 4))
+    budgets = {0: 200, 1: 4300}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "disk" in infer_auto_device_map(model, budgets).values()
+    assert infer_auto_device_map(model, budgets, fallback_allocation=True) == {"0": 0, "1": 1, "2": 0}
+
+
+def test_a_module_s_own_tensors_are_listed() -> None:
+    model = nn.Sequential(Scaled(nn.Linear(32, 32), nn.Linear(32, 32)))
+    device_map = infer_auto_device_map(model, {0: 500, 1: 10**6})
+    assert device_map == {"0.scale": 0, "0.shift": 0, "0.offset": 0, "0.inner": 1}
+    assert infer_auto_device_map(nn.Linear(2, 2), {0: 100}) == {"": 0}
+    assert infer_auto_device_map(nn.Linear(2, 2), {0: 100}, clean_result=False) == {"": 0}
+
+
+def test_other_dtypes_are_planned_for() -> None:
+    assert infer_auto_device_map(Small(), {0: 122}, dtype=torch.float16) == {"": 0}
+    special = {name: torch.int8 for name, _ in Small().named_parameters()}
+    assert infer_auto_device_map(Small(), {0: 40 + 49}, special_dtypes=special) == {"": 0}
+    assert compute_module_sizes(Small(), dtype="float16")[""] == 122
+
+
+def test_ten_thousand_modules_take_no_time() -> None:
+    with init_empty_weights():
+        model = nn.Sequential(*(Residual(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2000)))
+    assert sum(1 for _ in model.modules()) > 10_000
+    took = []
+    for _ in range(3):
+        started = time.process_time()
+        infer_auto_device_map(model, {0: 300_000, 1: 300_000, "cpu": 10**7}, ["Residual"])
+        took.append(time.process_time() - started)
+    assert min(took) <= 0.5, took
+
+
+def test_what_cannot_be_placed_is_told_with_numbers() -> None:
+    with pytest.raises(ValueError, match=r"disk: 100 B\): it takes 236 B, and its largest part .* linear2, 100 B"):
+        infer_auto_device_map(Small(), {0: 0, "cpu": 0, "disk": 100})
+    with pytest.warns(UserWarning, match=r"largest layer takes 140 B.*\(cpu: 50 B\).*at least 140 B"):
+        assert infer_auto_device_map(Small(), {"cpu": 50}) == {"": "disk"}
+    with pytest.raises(ValueError, match=r"no device to 7 of the model's 9 tensors: batchnorm\.weight"):
+        check_device_map(Small(), {"linear1": 0})
+    with pytest.warns(UserWarning, match="does not have: nothing_like_it"):
+        check_device_map(Small(), {"": 0, "nothing_like_it": 1})
+    with pytest.warns(UserWarning, match="different devices"):
+        check_tied_parameters_on_same_device([["emb.weight", "head.weight"]], {"emb": 0, "head": 1})
+    with pytest.raises(ValueError, match="1XX"):
+        convert_file_size_to_int("1XX")
+
+
+def test_budgets() -> None:
+    assert list(get_max_memory()) == ["cpu"]
+    assert list(get_max_memory({"cpu": "1GB", 1: "1KiB", 0: 5}).items()) == [(0, 5), (1, 1024), ("cpu", 10**9)]
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    size = compute_module_sizes(model)[""]
+    balanced = get_balanced_memory(model, {0: 10 * size, 1: 10 * size, "cpu": 7})
+    assert size / 2 <= balanced[0] <= size * 0.75
+    assert (balanced[1], balanced["cpu"]) == (10 * size, 7)
+    places = list(infer_auto_device_map(model, balanced).values())
+    assert 3 <= places.count(0) <= 5
+    assert get_balanced_memory(model, {0: 10 * size, 1: 10 * size}, low_zero=True)[0] == 0
+    assert get_balanced_memory(model, {0: 10 * size}) == {0: 10 * size}
+
+
+@on_a_pretend_accelerator
+def test_budgets_of_devices_that_do_not_tell_on_a_pretend_accelerator() -> None:
+    assert list(get_max_memory()) == ["cpu"]
+
+
+def test_sizes() -> None:
+    sizes = compute_module_sizes(tied_model())
+    assert sizes["embedding"] == 50 * 32 * 4
+    assert sizes["head"] == 0, "what is tied counts once"
+    assert compute_module_total_buffer_size(Small()) == 40
+    assert get_max_layer_size(list(Small().named_children()), compute_module_sizes(Small()), []) == (100, ["linear2"])
+    assert [dtype_byte_size(d) for d in (torch.float32, torch.bfloat16, torch.bool)] == [4, 2, 1 / 8]
+    assert find_tied_parameters(SmallTied()) == [["emb.weight", "head.weight"]]
+    assert get_non_persistent_buffers(nn.Sequential(Scaled()), recurse=True, fqns=True) == {"0.offset"}
+    assert clean_device_map({"a.b": 0, "a.c": 0, "d": 1}) == {"a": 0, "d": 1}
+    assert clean_device_map({"a.b": 0, "a.c": 0}) == {"": 0}
