@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands.estimate import (
-    add_timm_hub_prefix,
-    check_has_model,
-    create_ascii_table,
-    estimate_command_parser,
-    estimate_training_usage,
-    gather_data,
-)
+from accelerate.commands.estimate_memory import estimate_command_parser
 from accelerate.inference import definitions
 from tests.launching import run_accelerate
 
@@ -178,32 +171,6 @@ def test_the_published_options_are_here() -> None:
     assert {"--trust_remote_code", "--trust-remote-code"} <= set(actions["trust_remote_code"].option_strings)
 
 
-# --- The published helpers --------------------------------------------------------------------------------------------
-
-
-def test_the_published_table() -> None:
-    drawn = create_ascii_table(["a", "bb"], [["x", "yyyy"], ["1", "22"]], "title here")
-    assert drawn.splitlines() == [
-        "┌──────────┐",
-        "│title here│",
-        "├─┬────────┤",
-        "│a│   bb   │",
-        "├─┼────────┤",
-        "│x│  yyyy  │",
-        "│1│   22   │",
-        "└─┴────────┘",
-    ]
-
-
-def test_the_published_arithmetic() -> None:
-    assert estimate_training_usage(400, "float32") == {"model": 400, "optimizer": 800, "gradients": 400, "step": 1600}
-    assert set(estimate_training_usage(400, "int8").values()) == {-1}
-    assert add_timm_hub_prefix("resnet50") == "resnet50"
-    assert add_timm_hub_prefix("timm/x") == "hf-hub:timm/x"
-    assert check_has_model(OSError("x")) == "unknown"
-    assert check_has_model(RuntimeError("Unknown model (x)")) == "timm"
-
-
 class _Hub:
     """A hub that answers without a network."""
 
@@ -211,6 +178,8 @@ class _Hub:
         class RepositoryNotFoundError(Exception): ...
 
         class GatedRepoError(RepositoryNotFoundError): ...
+
+        class RevisionNotFoundError(Exception): ...
 
         class HFValidationError(ValueError): ...
 
@@ -306,14 +275,3 @@ def test_activations_of_transformers_are_what_autograd_keeps(llama: Path) -> Non
     data = as_data("llama", "--batch_size", 2, "--sequence_length", 128, "--dtypes", "float32", folder=llama)
     assert data["estimates"][0]["training"]["activations"] == pytest.approx(bytes_of(kept.values()), rel=0.1)
     assert Batch.of(loss).args == (loss,)
-
-
-def test_the_published_rows(llama: Path) -> None:
-    rows = gather_data(
-        Namespace(
-            model_name=str(llama / "llama"), library_name=None, trust_remote_code=False, dtypes=["float32", "int8"]
-        )
-    )
-    assert [row[0] for row in rows] == ["float32", "int8"]
-    assert rows[0][3]["step"] == 4 * rows[0][2]
-    assert rows[1][3]["step"] == -1

@@ -145,18 +145,18 @@ def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
     if isinstance(cached, str):
         return _of_config(Path(cached), library)
     try:
-        info = verify_on_hub(name, token)
+        info = hub.model_info(name, token=token)
+    except hub.errors.GatedRepoError as error:
+        raise DefinitionError(
+            f"{name!r} is gated: accept its terms on {hub.constants.ENDPOINT}/{name} and log in with `hf auth login`."
+        ) from error
+    except hub.errors.RepositoryNotFoundError as error:
+        raise DefinitionError(f"{name!r} is neither a file or folder here nor a model on the hub. {_HELP}") from error
     except Exception as error:  # whatever a network can do
         raise DefinitionError(
             f"{name!r} is no file or folder here, it is not in the hub's cache, and the hub, {hub.constants.ENDPOINT}, "
             f"could not be asked for it ({type(error).__name__}: {error}). {_HELP}"
         ) from error
-    if info == "gated":
-        raise DefinitionError(
-            f"{name!r} is gated: accept its terms on {hub.constants.ENDPOINT}/{name} and log in with `hf auth login`."
-        )
-    if info == "repo":
-        raise DefinitionError(f"{name!r} is neither a file or folder here nor a model on the hub. {_HELP}")
     library = library or getattr(info, "library_name", None)
     if library not in LIBRARIES:
         raise DefinitionError(
@@ -166,32 +166,6 @@ def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
     if library == "timm":
         return _of_config(Path(hub.hf_hub_download(name, CONFIG, token=token)), library)
     return _Found(library, name, {})
-
-
-def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the hub knows of a model; "gated" if it may not be read, "repo" if there is none."""
-    hub = _package("huggingface_hub")
-    try:
-        return hub.model_info(repo, token=token)
-    except hub.errors.GatedRepoError:
-        return "gated"
-    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
-        return "repo"
-
-
-def check_has_model(error: BaseException) -> str:
-    """Tell from its error which library was asked for a model that it does not have, or "unknown"."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and "Unknown model" in text:
-        return "timm"
-    if isinstance(error, OSError) and ("config.json" in text or "not a valid model identifier" in text):
-        return "transformers"
-    return "unknown"
-
-
-def add_timm_hub_prefix(model_name: str) -> str:
-    """Return a name as timm wants it: models on the hub have a prefix."""
-    return f"hf-hub:{model_name}" if "/" in model_name and not model_name.startswith("hf-hub:") else model_name
 
 
 def _package(name: str) -> Any:
