@@ -14,7 +14,6 @@ from .ways import WAYS, run
 SPREAD = [way for way, (size, _) in WAYS.items() if size > 1]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clipped": {"clip": 0.5},
     "accumulating": {"accumulation": 4, "clip": 0.5},
     "tied": {"tied": True},
 }
