@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -172,22 +172,19 @@ class WorkerPool:
             worker.wait_for_its_end()
 
 
-_ports = itertools.count(20000 + os.getpid() % 60 * 200)
-
-
 def free_port() -> int:
-    """Return a port that nobody has: below the range of outgoing connections, and each handed out once.
+    """Return a port that nobody has: below the range of outgoing connections, and by chance.
 
     A port that the system chose could be taken again, by another test process or a connection, before rank 0 binds it.
     """
-    for port in _ports:
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
         return port
-    raise AssertionError("counting never ends")
 
 
 _pools: list[WorkerPool] = []

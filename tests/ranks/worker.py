@@ -75,6 +75,7 @@ def forget_everything() -> None:
 def main() -> None:
     """Serve jobs until the parent hangs up."""
     connection = Connection(int(sys.argv[1]))
+    faulthandler.enable()  # a segmentation fault says where
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
