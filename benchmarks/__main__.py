@@ -15,7 +15,8 @@ from pathlib import Path
 from .interleave import Comparison
 from .table import render
 
-SUBJECTS = ("step", "ddp", "fsdp", "gather", "loader", "imports", "launch", "checkpoint", "log", "compile", "offload")
+SUBJECTS = ("step", "ddp", "fsdp", "gather", "loader", "imports", "launch", "checkpoint", "log", "compile", "offload",
+            "deepspeed")  # fmt: skip
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -104,7 +104,6 @@ def test_two_accelerators_with_other_settings_live_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"deepspeed_plugin": object()}, "deepspeed_plugin"),
         ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
     ],
 )

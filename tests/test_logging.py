@@ -49,7 +49,7 @@ def test_it_logs_before_any_state_exists_and_makes_none() -> None:
     logger.info("hello %s", "world")
     logger.info("everywhere", main_process_only=False)
     logger.info("in order", main_process_only=False, in_order=True)
-    assert recorder.messages == ["hello world", "everywhere", "in order"]
+    assert recorder.messages == ["[RANK 0] hello world", "[RANK 0] everywhere", "[RANK 0] in order"]
     assert PartialState._shared_state == {}
 
 
@@ -62,7 +62,7 @@ def test_before_any_state_exists_the_launcher_says_who_is_main(monkeypatch: pyte
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
         logger.info("main on %s", rank)
         logger.info("all on %s", rank, main_process_only=False)
-    assert recorder.messages == ["main on 0", "all on 0", "all on 3"]
+    assert recorder.messages == ["[RANK 0] main on 0", "[RANK 0] all on 0", "[RANK 3] all on 3"]
 
 
 def log_on_a_rank() -> list[str]:
@@ -77,8 +77,8 @@ def log_on_a_rank() -> list[str]:
 
 def test_only_the_main_process_speaks_unless_all_are_asked_to() -> None:
     main, *others = run_on_ranks(3, log_on_a_rank)
-    assert main == ["main by default", "main", "all", "in order"]
-    assert others == [["all", "in order"]] * 2
+    assert main == [f"[RANK 0] {text}" for text in ("main by default", "main", "all", "in order")]
+    assert others == [[f"[RANK {rank}] all", f"[RANK {rank}] in order"] for rank in (1, 2)]
 
 
 @ranks(2, 3)
@@ -92,7 +92,7 @@ def test_in_order_one_rank_speaks_after_the_other(tmp_path: Path, world_size: in
         everyone = {"main_process_only": False} if turn else {}  # which in_order implies
         logger.warning("%d from %d", turn, state.process_index, in_order=True, **everyone)
     state.wait_for_everyone()
-    expected = [f"{turn} from {rank}" for turn in range(3) for rank in range(world_size)]
+    expected = [f"[RANK {rank}] {turn} from {rank}" for turn in range(3) for rank in range(world_size)]
     assert Path(shared.baseFilename).read_text().splitlines() == expected
     shared.close()
 
@@ -105,7 +105,7 @@ def test_in_order_ranks_stay_together_though_one_of_them_hears_nothing() -> None
         logger.setLevel(logging.ERROR)
     logger.warning("hello", main_process_only=False, in_order=True)
     state.wait_for_everyone()
-    assert recorder.messages == (["hello"] if state.is_main_process else [])
+    assert recorder.messages == (["[RANK 0] hello"] if state.is_main_process else [])
 
 
 def line() -> int:
@@ -145,7 +145,7 @@ def test_a_warning_is_given_once_for_the_same_arguments() -> None:
         logger.warning_once("careful")
         logger.warning_once("careful with %s", "that")
     logger.warning_once("careful with %s", "this")
-    assert recorder.messages == ["careful", "careful with that", "careful with this"]
+    assert recorder.messages == [f"[RANK 0] {text}" for text in ("careful", "careful with that", "careful with this")]
     assert {record.levelname for record in recorder.records} == {"WARNING"}
 
 
@@ -154,7 +154,7 @@ def test_the_level_comes_from_the_call_then_the_environment(monkeypatch: pytest.
     logger, recorder = recorded("level from environment", None)
     logger.warning("too quiet")
     logger.error("loud enough")
-    assert recorder.messages == ["loud enough"]
+    assert recorder.messages == ["[RANK 0] loud enough"]
     assert logging.root.level == logging.ERROR
     assert get_logger("level from call", "debug").isEnabledFor(logging.DEBUG)
 

@@ -15,6 +15,7 @@ _HOME_OF = {
     "AutocastKwargs": "config.plugins",
     "DDPCommunicationHookType": "config.enums",
     "DataLoaderConfiguration": "config.plugins",
+    "DeepSpeedPlugin": "config.deepspeed",
     "DistributedDataParallelKwargs": "config.plugins",
     "DistributedType": "config.enums",
     "FullyShardedDataParallelPlugin": "config.sharding",
@@ -32,6 +33,7 @@ _HOME_OF = {
     "infer_auto_device_map": "inference.device_map",
     "init_empty_weights": "inference.empty",
     "init_on_device": "inference.empty",
+    "is_rich_available": "runtime.abilities",
     "load_checkpoint_and_dispatch": "inference.loading",
     "load_checkpoint_in_model": "inference.loading",
     "notebook_launcher": "launchers",
@@ -44,6 +46,7 @@ __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
+    from .config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from .config.enums import DistributedType as DistributedType
     from .config.parallelism import ParallelismConfig as ParallelismConfig
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from .launchers import debug_launcher as debug_launcher
     from .launchers import notebook_launcher as notebook_launcher
     from .memory import find_executable_batch_size as find_executable_batch_size
+    from .runtime.abilities import is_rich_available as is_rich_available
     from .runtime.random import synchronize_rng_states as synchronize_rng_states
     from .state import PartialState as PartialState
 

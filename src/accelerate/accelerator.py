@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .config.enums import DynamoBackend, RNGType
 from .config.environment import TRACE_FOLDER, read
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from .config.origins import NOT_YET
+from .config.parallelism import ParallelismConfig as ParallelismConfig  # libraries take it from here
 from .config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -33,24 +35,26 @@ from .config.plugins import (
 )
 from .config.settings import TrainingSettings
 from .data.loaders import PreparedLoader
-from .data.preparing import prepare_data_loader, skip_first_batches
+from .data.preparing import prepare_data_loader, samples_per_process, skip_first_batches
 from .data.shard import DataLoaderShard
 from .errors import UnsupportedSettingError
 from .logging import get_logger
 from .memory import release_memory
-from .optimizer import AcceleratedOptimizer
-from .parallel.base import Batch, Bundle
+from .optimizer import AcceleratedOptimizer, refuse_weights_that_are_away
+from .parallel.base import Batch, Bundle, Steps
 from .parallel.compilation import compiling
+from .parallel.fsdp2 import fsdp2_apply_ac, fsdp2_prepare_model
 from .parallel.registry import strategy_for
 from .parallel.unwrapping import extract_model_from_parallel
 from .precision import precision_for
+from .precision.fp8 import convert_model_to_fp8_ao
 from .process_methods import ProcessMethods
 from .runtime import collectives
 from .runtime.gradient_state import GradientState
 from .runtime.nested import leaves
 from .saving import save
 from .scheduler import AcceleratedScheduler
-from .state import AcceleratorState
+from .state import AcceleratorState, several_plugins_in_use
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -97,7 +101,6 @@ class Accelerator(ProcessMethods):
         parallelism_config: Any = None,
     ) -> None:
         _refuse_what_has_not_landed(
-            deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
@@ -118,6 +121,7 @@ class Accelerator(ProcessMethods):
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             fsdp_plugin=fsdp_plugin,
+            deepspeed_plugins=_one_of(deepspeed_plugin, deepspeed_plugins) or several_plugins_in_use(),
             parallelism_config=parallelism_config,
             dynamo_plugin=_compilation_in_code(dynamo_backend, dynamo_plugin),
         )
@@ -125,6 +129,7 @@ class Accelerator(ProcessMethods):
             mixed_precision=self.settings.mixed_precision,
             cpu=cpu,
             dynamo_plugin=self.settings.compilation,
+            deepspeed_plugin=self.settings.deepspeed,
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
@@ -133,8 +138,13 @@ class Accelerator(ProcessMethods):
             self.state._runtime,
             ddp=self.ddp_handler,
             sharding=self.settings.sharding,
+            deepspeed=self.settings.deepspeed,
             parallelism=self.settings.parallelism,
             mixed_precision=self.settings.mixed_precision,
+        )
+        me = ref(self)
+        self.strategy.steps = Steps(
+            recompute=lambda model: fsdp2_apply_ac(me(), model), shard=lambda model: fsdp2_prepare_model(me(), model)
         )
         self.strategy = compiling(self.strategy, self.settings.compilation)
         self.state._describe(self.strategy)
@@ -142,7 +152,7 @@ class Accelerator(ProcessMethods):
             self.settings.mixed_precision,
             self.state.device,
             self.autocast_handler or AutocastKwargs(),
-            self.scaler_handler or GradScalerKwargs(),
+            None if self.strategy.capabilities.owns_scaling else self.scaler_handler or GradScalerKwargs(),
             Fp8Settings.from_arguments(
                 [self.ao_recipe_handler, self.te_recipe_handler, self.msamp_recipe_handler, self.fp8_recipe_handler]
             ),
@@ -190,18 +200,23 @@ class Accelerator(ProcessMethods):
         fresh = [i for i, arg in enumerate(args) if not _is_prepared(arg)]
         models = [i for i in fresh if isinstance(args[i], nn.Module)]
         optimizers = [i for i in fresh if isinstance(args[i], Optimizer)]
+        schedulers = [i for i in fresh if _is_scheduler(args[i])]
         prepared = self._prepare_bundle(
-            [args[i] for i in models], [args[i] for i in optimizers], [placements[i] for i in models]
+            [args[i] for i in models],
+            [args[i] for i in optimizers],
+            [placements[i] for i in models],
+            schedulers=[args[i] for i in schedulers],
+            loaders=[arg for arg in args if isinstance(arg, DataLoader)],
         )
         for i, model in zip(models, prepared.models, strict=True):
             result[i] = model
-        for i in optimizers:
-            result[i] = self._wrap_optimizer(args[i], placements[i])
+        for i, optimizer in zip(optimizers, prepared.optimizers, strict=True):
+            result[i] = self._wrap_optimizer(optimizer, placements[i])
         for i in fresh:
             if isinstance(args[i], DataLoader):
                 result[i] = self.prepare_data_loader(args[i], placements[i])
-            elif _is_scheduler(args[i]):
-                result[i] = self.prepare_scheduler(args[i])
+        for i, scheduler in zip(schedulers, prepared.schedulers, strict=True):
+            result[i] = self.prepare_scheduler(scheduler)
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -218,8 +233,8 @@ class Accelerator(ProcessMethods):
         optimizer = self._taken_over(optimizer)
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        self._prepare_bundle([], [optimizer], [])
-        return self._wrap_optimizer(optimizer, device_placement)
+        prepared = self._prepare_bundle([], [optimizer], [])
+        return self._wrap_optimizer(prepared.optimizers[0], device_placement)
 
     def prepare_data_loader(
         self,
@@ -256,13 +271,13 @@ class Accelerator(ProcessMethods):
         self._dataloaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Tie one scheduler to the steps of its optimizer."""
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Tie one scheduler to the steps of its optimizer, unless an engine advances it."""
         scheduler = self._taken_over(scheduler)
-        if isinstance(scheduler, AcceleratedScheduler):
+        if _is_prepared(scheduler):
             return scheduler
         own = getattr(scheduler, "optimizer", None)
-        optimizers = [opt for opt in self._optimizers if own is opt or own is opt.optimizer]
+        optimizers = [opt for opt in self._optimizers if opt.wraps(own)]
         prepared = AcceleratedScheduler(
             scheduler,
             optimizers or self._optimizers,
@@ -297,17 +312,29 @@ class Accelerator(ProcessMethods):
         models: list[nn.Module],
         optimizers: list[Optimizer],
         placements: Sequence[bool | None],
+        *,
+        schedulers: Sequence[Any] = (),
+        loaders: Sequence[DataLoader[Any]] = (),
         evaluation: bool = False,
     ) -> Bundle:
+        refuse_weights_that_are_away([*self._models, *models], optimizers)
         for model in models:
             self.verify_device_map(model)
-            self.precision.convert(model)
+            self.precision.convert(model, convert_model_to_fp8_ao)
             if not self.strategy.capabilities.owns_precision:
                 self.precision.wrap_forward(model)
         bundle = self.strategy.prepare(
             Bundle(
                 models=models,
                 optimizers=optimizers,
+                schedulers=list(schedulers),
+                batch_sizes=[
+                    size
+                    for loader in [*self._dataloaders, *loaders]
+                    if (size := samples_per_process(loader, self.strategy.num_data_ranks, self.split_batches))
+                ],
+                accumulation_steps=self.gradient_accumulation_steps,
+                split_batches=self.split_batches,
                 place_models=[
                     self._placement(place) and not hasattr(model, "hf_device_map")
                     for model, place in zip(models, placements, strict=True)
@@ -408,14 +435,19 @@ class Accelerator(ProcessMethods):
         """
         if not self._optimizers:
             self._warn_that_no_optimizer_obeys()
+        if "learning_rate" in kwargs:
+            raise UnsupportedSettingError(
+                "backward(learning_rate=...)",
+                f"it is for LOMO optimizers, which step inside the backward pass, and {NOT_YET}",
+                "Use another optimizer.",
+            )
         if num_items is not None:
-            self.window.backward_per_item(loss, num_items, self.precision.scale, kwargs)
+            self.window.backward_per_item(loss, num_items, lambda part: self._run_backward(part, **kwargs))
             return
-        loss = self.precision.scale(self.window.share_of_mean(loss))
-        if kwargs:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        else:  # every step comes here, and a call without ** is the cheaper one
-            loss.backward()  # type: ignore[no-untyped-call]
+        self._run_backward(self.window.share_of_mean(loss), **kwargs)
+
+    def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.strategy.backward(self.precision.scale(loss), **kwargs)
 
     def forward_backward(
         self,
@@ -603,7 +635,12 @@ class Accelerator(ProcessMethods):
         Where a model is spread over processes, all of them call it: the main process gets the state, the others an
         empty one.
         """
-        return self.strategy.whole_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
+        own = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        if any(param.is_meta for param in own.parameters()):  # its weights are on the host or on disk
+            from .inference.offloaded import get_state_dict_offloaded_model
+
+            return get_state_dict_offloaded_model(own)
+        return self.strategy.whole_state(own)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk once: on the main process, or once per host with `save_on_each_node`."""
@@ -837,6 +874,14 @@ def _refuse_what_has_not_landed(**arguments: Any) -> None:
             raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
 
 
+def _one_of(deepspeed_plugin: Any, deepspeed_plugins: Any) -> Any:
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise ValueError(
+            "Accelerator was given deepspeed_plugin and deepspeed_plugins: give all of them in the second."
+        )
+    return deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+
+
 def _compilation_in_code(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
 ) -> TorchDynamoPlugin | None:
@@ -853,7 +898,7 @@ def _compilation_in_code(
 def _is_prepared(obj: Any) -> bool:
     if isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)):
         return True
-    return isinstance(obj, nn.Module) and getattr(obj, "_is_accelerate_prepared", False)
+    return bool(getattr(obj, "_is_accelerate_prepared", False))
 
 
 def _is_scheduler(obj: Any) -> bool:
@@ -863,3 +908,12 @@ def _is_scheduler(obj: Any) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict")) and (
         hasattr(obj, "get_last_lr") or hasattr(obj, "optimizer")
     )
+
+
+def __getattr__(name: str) -> Any:
+    """Hand on a name that libraries take from here and that takes long to import."""
+    if name == "get_state_dict_offloaded_model":
+        from .inference.offloaded import get_state_dict_offloaded_model
+
+        return get_state_dict_offloaded_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

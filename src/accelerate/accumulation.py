@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .parallel.base import Strategy
-from .parallel.dtensors import local
 from .runtime.gradient_state import GradientState
 
 
@@ -72,8 +70,7 @@ class AccumulationWindow:
         self,
         loss: Tensor,
         num_items: int | Tensor,
-        scale: Callable[[Tensor], Tensor],
-        backward_options: dict[str, Any],
+        backward: Callable[[Tensor], None],
     ) -> None:
         """Run the backward pass of a summed loss. See [Note: losses per item]."""
         if self._has_mean_loss:
@@ -82,7 +79,7 @@ class AccumulationWindow:
         closes = self.gradient_state.sync_gradients
         if closes and self._items is None:
             factor = self._shares / self._total(items)
-            scale(loss * factor.to(loss.dtype)).backward(**backward_options)  # type: ignore[no-untyped-call]
+            backward(loss * factor.to(loss.dtype))
             return
 
         if self._items is not None and self._items_came_at == self.step and self._models:
@@ -93,11 +90,11 @@ class AccumulationWindow:
         reference = self._agreed_reference(items)
         self._items = items if self._items is None else self._items + items
         self._items_came_at = self.step
-        scale(loss / reference).backward(**backward_options)  # type: ignore[no-untyped-call]
+        backward(loss / reference)
         if closes:
             factor = self._shares * reference / self._total(self._items)
             self._items = None
-            _multiply_gradients(self._models or self._prepared_models, factor)
+            self.strategy.scale_gradients(self._models or self._prepared_models, factor)
 
     @property
     def _shares(self) -> int:
@@ -127,16 +124,6 @@ def _none_synchronising(strategy: Strategy, models: tuple[nn.Module, ...]) -> It
         for model in models:
             stack.enter_context(strategy.no_sync(model))
         yield
-
-
-def _multiply_gradients(models: Iterable[nn.Module], factor: Tensor) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for model in models:
-        for param in model.parameters():
-            if param.grad is not None:
-                by_dtype.setdefault(param.grad.dtype, []).append(local(param.grad))
-    for dtype, gradients in by_dtype.items():
-        torch._foreach_mul_(gradients, factor.to(dtype))
 
 
 def _mixed_window_error() -> ValueError:

@@ -18,8 +18,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Leave message and arguments as they are."""
-        return msg, kwargs
+        """Begin the message with the rank that speaks."""
+        return f"[RANK {rank_of_this_process()}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log on the main process, on every process (`main_process_only=False`), or rank by rank (`in_order=True`)."""

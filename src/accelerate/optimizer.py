@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .parallel.base import move_optimizer_state
@@ -129,8 +130,12 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Tell whether the last step was left out because of an overflow."""
-        return self._step_was_skipped
+        """Tell whether the last step was left out because of an overflow; an engine that steps itself knows."""
+        return self._step_was_skipped or getattr(self.optimizer, "step_was_skipped", False)
+
+    def wraps(self, optimizer: Any) -> bool:
+        """Tell whether this steps an optimizer, as a scheduler that was made for it asks."""
+        return optimizer is self or optimizer is self.optimizer or optimizer is getattr(self.optimizer, "stepped", self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the wrapper's own attributes; `gradient_state` belongs to the process."""
@@ -148,3 +153,20 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def refuse_weights_that_are_away(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse to train weights that a device map keeps on the host or on disk: their gradients would go nowhere."""
+    mapped = [model for model in models if hasattr(model, "hf_device_map")]
+    if not mapped:
+        return
+    updated = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    for model in mapped:
+        away = [name for name, param in model.named_parameters() if param.is_meta and id(param) in updated]
+        if away:
+            raise ValueError(
+                f"The optimizer is to train {len(away)} weights that the model's device map keeps on the host or on "
+                f"disk ({', '.join(away[:3])}, ...), where gradients do not reach them. Load the model without "
+                "offloading, shard it (FullyShardedDataParallelPlugin(cpu_offload=True)), or train adapters that are "
+                "on a device and leave the rest out of the optimizer."
+            )

@@ -38,6 +38,11 @@ def save(
             torch.save(obj, partial)
 
 
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what `torch.save` wrote; a file that holds code is refused unless `weights_only=False` is given."""
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
 @contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write into a file beside it, which takes its name when the block has ended well and is deleted otherwise."""
@@ -97,3 +102,9 @@ def flush(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what tensors of one memory have in common: device, address, size."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -35,6 +35,13 @@ def is_initialized() -> bool:
     return runtime is not None and runtime.training is not None
 
 
+def several_plugins_in_use() -> Any:
+    """Return the DeepSpeed plugins of the newest Accelerator if there are several: the next one shares them."""
+    runtime = Runtime.existing()
+    plugins = None if runtime is None or runtime.training is None else runtime.training["deepspeed_plugins"]
+    return plugins if plugins is not None and len(plugins) > 1 else None
+
+
 class _SharedState:
     """Answer `PartialState._shared_state` with the facts of the runtime: empty while there is none."""
 
@@ -71,8 +78,8 @@ class PartialState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget who this process is; a process group that was opened here is closed."""
-        Runtime.reset()
+        """Forget who this process is; a process group that is open stays open, for whoever asks next."""
+        Runtime.forget()
 
     @property
     def initialized(self) -> bool:
@@ -246,7 +253,7 @@ class AcceleratorState(PartialState):
     """
 
     _mixed_precision: str
-    deepspeed_plugin: Any
+    deepspeed_plugins: Any
     fsdp_plugin: Any
     parallelism_config: Any
     device_mesh: Any
@@ -273,13 +280,13 @@ class AcceleratorState(PartialState):
                 gradient_accumulation_steps=1,
                 gradient_accumulation_plugin=None,
                 dynamo_plugin=dynamo_plugin,
+                deepspeed_plugins=deepspeed_plugin,
             )
             runtime.training = {
                 "_runtime": runtime,
                 "_mixed_precision": settings.mixed_precision,
                 "dynamo_plugin": settings.compilation,
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": None,
+                "deepspeed_plugins": settings.deepspeed,
                 "fsdp_plugin": fsdp_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
@@ -304,7 +311,7 @@ class AcceleratorState(PartialState):
         if runtime is not None:
             runtime.training = None
         if reset_partial_state:
-            Runtime.reset()
+            Runtime.forget()
 
     @property
     def initialized(self) -> bool:
@@ -313,12 +320,33 @@ class AcceleratorState(PartialState):
 
     def _describe(self, strategy: Strategy) -> None:
         """Note what the published attributes say of a strategy."""
-        mesh = getattr(strategy, "mesh", None)
+        self.__dict__.update(strategy.published)
+        mesh = strategy.mesh
         if mesh is None:
             return
         self.parallelism_config, self.device_mesh = mesh.config, mesh.device_mesh
         if mesh.sharding is not None:
             self.fsdp_plugin, self.is_fsdp2, self._engine = strategy.plugin, True, DistributedType.FSDP  # type: ignore[attr-defined]
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """Return the plugin that the next model uses, or None where DeepSpeed does not train."""
+        plugins = self.deepspeed_plugins or {}
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return one of the plugins by its name."""
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ValueError(f"There is no DeepSpeed plugin {name!r}: there are {', '.join(plugins) or 'none'}.")
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Choose the plugin that the models prepared from now on use."""
+        chosen = self.get_deepspeed_plugin(str(name))
+        for plugin in self.deepspeed_plugins.values():
+            plugin._deselect()
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def distributed_type(self) -> DistributedType:

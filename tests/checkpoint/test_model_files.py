@@ -90,9 +90,9 @@ def test_two_processes_write_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "number"), [("10GB", 10**10), ("2GiB", 2**31), ("500 MB", 5 * 10**8), (7, 7), ("1.5KB", 1500)]
+    ("size", "number"), [("10GB", 10**10), ("2GiB", 2**31), ("500 MB", 5 * 10**8), (7, 7), (7.9, 7), ("1.5KB", 1500)]
 )
-def test_sizes_are_read(size: int | str, number: int) -> None:
+def test_sizes_are_read(size: float | str, number: int) -> None:
     assert parse_size(size) == number
 
 

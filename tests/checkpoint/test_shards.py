@@ -15,15 +15,15 @@ from accelerate.checkpoint.engine import CheckpointError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.parallel.small_transformer import TP_PLAN, model
-from tests.parallel.ways import WAYS, run
-from tests.ranks import ranks, run_on_ranks
+from tests.parallel.ways import WAYS, train
+from tests.ranks import ranks
 
 STEPS_BEFORE, STEPS_AFTER = 5, 5
 
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[float]:
-    [losses] = run_on_ranks(1, run, way="one", steps=STEPS_BEFORE + STEPS_AFTER)
+    [losses] = train("one", steps=STEPS_BEFORE + STEPS_AFTER)
     return losses[STEPS_BEFORE:]
 
 
@@ -31,8 +31,8 @@ def uninterrupted() -> list[float]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Save one checkpoint for every way."""
     folder = tmp_path_factory.mktemp("ways")
-    for way, (size, _) in WAYS.items():
-        run_on_ranks(size, run, way=way, steps=STEPS_BEFORE, save_to=str(folder / way))
+    for way in WAYS:
+        train(way, steps=STEPS_BEFORE, save_to=str(folder / way))
     return {way: str(folder / way) for way in WAYS}
 
 
@@ -52,18 +52,16 @@ def test_a_checkpoint_of_another_way_goes_on_here_as_if_nothing_had_happened(
 ) -> None:
     for there in sources_of(here):
         path = checkpoints[there]
-        per_rank = run_on_ranks(WAYS[here][0], run, way=here, steps=STEPS_AFTER, load_from=path)
+        per_rank = train(here, steps=STEPS_AFTER, load_from=path)
         for losses in per_rank:
             assert losses == pytest.approx(uninterrupted, abs=1e-5), f"from {there} to {here}"
 
 
 @pytest.mark.parametrize(("there", "here"), [("fsdp2", "one"), ("tp2", "fsdp2 whole"), ("fsdp2 whole", "fsdp4")])
 def test_tied_weights_stay_tied_on_the_way(there: str, here: str, tmp_path: Path) -> None:
-    [alone] = run_on_ranks(1, run, way="one", steps=STEPS_BEFORE + STEPS_AFTER, tied=True)
-    run_on_ranks(WAYS[there][0], run, way=there, steps=STEPS_BEFORE, tied=True, save_to=str(tmp_path / "saved"))
-    per_rank = run_on_ranks(
-        WAYS[here][0], run, way=here, steps=STEPS_AFTER, tied=True, load_from=str(tmp_path / "saved")
-    )
+    [alone] = train("one", steps=STEPS_BEFORE + STEPS_AFTER, tied=True)
+    train(there, steps=STEPS_BEFORE, tied=True, save_to=str(tmp_path / "saved"))
+    per_rank = train(here, steps=STEPS_AFTER, tied=True, load_from=str(tmp_path / "saved"))
     for losses in per_rank:
         assert losses == pytest.approx(alone[STEPS_BEFORE:], abs=1e-5)
 

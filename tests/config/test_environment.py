@@ -84,7 +84,6 @@ def test_exported_settings_are_read_back_as_they_were(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("engine", "variable"),
     [
-        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
         ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
     ],
 )

@@ -79,9 +79,8 @@ def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> Non
 @pytest.mark.parametrize(
     ("flags", "text", "complaint"),
     [
-        ({"use_deepspeed": True}, "", r"DeepSpeed \(flag --use_deepspeed\)"),
-        ({}, "distributed_type: DEEPSPEED", r"DeepSpeed \(.*config.yaml: distributed_type\)"),
-        ({}, "distributed_type: MEGATRON_LM", "Megatron-LM"),
+        ({"use_megatron_lm": True}, "", r"Megatron-LM \(flag --use_megatron_lm\)"),
+        ({}, "distributed_type: MEGATRON_LM", r"Megatron-LM \(.*config.yaml: distributed_type\)"),
         ({}, "compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
         ({"tpu": True}, "", "TPU"),
     ],

@@ -89,6 +89,12 @@ def test_the_sizes_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     found = resolved()
     assert (found.tp_size, found.dp_shard_size, found.cp_size) == (4, 2, 1)
     assert resolved(parallelism_config=ParallelismConfig(tp_size=2)).tp_size == 2
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    assert resolved().cp_handler.cp_comm_strategy == "alltoall"
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "carrier pigeons")
+    with pytest.raises(ValueError, match="cp_comm_strategy='carrier pigeons' is unknown"):
+        resolved()
+    monkeypatch.delenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "many")
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE='many'"):
         resolved()

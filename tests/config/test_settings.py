@@ -83,7 +83,6 @@ def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(mon
 @pytest.mark.parametrize(
     "variable",
     [
-        "ACCELERATE_USE_DEEPSPEED",
         "ACCELERATE_USE_MEGATRON_LM",
     ],
 )

@@ -94,11 +94,20 @@ class OddBatches:
         return 3
 
 
-def test_batches_without_a_size_cannot_be_made_even() -> None:
-    with pytest.raises(ValueError, match="OddBatches has no batch_size"):
-        BatchSamplerShard(OddBatches(), 2, 0)
+def test_batches_without_a_size_are_made_even_by_whole_batches() -> None:
+    shards = [BatchSamplerShard(OddBatches(), 2, rank) for rank in range(2)]
+    assert [list(shard) for shard in shards] == [[[0], [4, 5]], [[1, 2, 3], [0]]]
+    assert [len(shard) for shard in shards] == [2, 2]
+    assert [shard.counted_in_last_round for shard in shards] == [2, 2], "the filling is no sample"
+    five = [list(BatchSamplerShard(OddBatches(), 5, rank)) for rank in range(5)]
+    assert five == [[[0]], [[1, 2, 3]], [[4, 5]], [[0]], [[1, 2, 3]]]
+    assert [list(BatchSamplerShard(OddBatches(), 3, rank)) for rank in range(3)] == [[[0]], [[1, 2, 3]], [[4, 5]]]
     dealt = [list(BatchSamplerShard(OddBatches(), 2, rank, even_batches=False)) for rank in range(2)]
     assert dealt == [[[0], [4, 5]], [[1, 2, 3]]]
+
+
+def test_batches_without_a_size_go_on_in_the_middle() -> None:
+    assert [list(BatchSamplerShard(OddBatches(), 2, rank).iterate_from(2)) for rank in range(2)] == [[[4, 5]], [[0]]]
 
 
 class Counting(IterableDataset):

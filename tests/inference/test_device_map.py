@@ -135,6 +135,12 @@ def test_what_cannot_be_placed_is_told_with_numbers() -> None:
         convert_file_size_to_int("1XX")
 
 
+def test_sizes_become_numbers_in_the_dict_that_was_given_as_transformers_expects() -> None:
+    budgets = {"cpu": "60KB", 0: 12.5}
+    assert get_max_memory(budgets) == {0: 12, "cpu": 60_000}
+    assert budgets == {"cpu": 60_000, 0: 12.5}
+
+
 def test_budgets() -> None:
     assert list(get_max_memory()) == ["cpu"]
     assert list(get_max_memory({"cpu": "1GB", 1: "1KiB", 0: 5}).items()) == [(0, 5), (1, 1024), ("cpu", 10**9)]

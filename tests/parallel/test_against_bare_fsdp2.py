@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from accelerate import Accelerator
@@ -320,3 +322,24 @@ def test_evaluation_and_moving_averages_work_on_shards() -> None:
     assert seen == 20
     assert not torch.equal(average["head.weight"].full_tensor(), net.head.weight.full_tensor())
     assert accelerator.unwrap_model(net) is net
+
+
+@ranks(2)
+def test_a_step_gathers_no_more_often_than_by_hand() -> None:
+    """The backward pass begins with the outermost unit, so that one stays whole until then, and only until then."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    inputs, targets = batches()[0]
+
+    def collectives(net: nn.Module) -> dict[Any, int]:
+        with CommDebugMode() as seen:
+            loss_of(net(inputs), targets).backward()
+        return dict(seen.get_comm_counts())
+
+    by_hand = model()
+    for unit in (*by_hand.blocks, by_hand):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    ours = accelerator.prepare(model())
+    assert collectives(ours) == collectives(by_hand)
+    with torch.no_grad():
+        ours(inputs)
+    assert all(isinstance(param, DTensor) for param in ours.parameters()), "an evaluation leaves shards behind"

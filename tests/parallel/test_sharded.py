@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_on_ranks
-
-from .ways import WAYS, run
+from .ways import WAYS, train
 
 SPREAD = [way for way, (size, _) in WAYS.items() if size > 1]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -21,7 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @cache
 def alone(variant: str) -> list[float]:
-    [losses] = run_on_ranks(1, run, way="one", **VARIANTS[variant])
+    [losses] = train("one", **VARIANTS[variant])
     return losses
 
 
@@ -30,6 +28,6 @@ def alone(variant: str) -> list[float]:
 def test_the_loss_is_that_of_one_process(way: str, variant: str) -> None:
     if variant == "tied" and "pp" in way:
         pytest.skip("a weight of two stages is refused: see test_pipeline.py")
-    per_rank = run_on_ranks(WAYS[way][0], run, way=way, **VARIANTS[variant])
+    per_rank = train(way, **VARIANTS[variant])
     for losses in per_rank:
         assert losses == pytest.approx(alone(variant), abs=1e-5)

@@ -15,7 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from tests.ranks import ranks, run_on_ranks
 
 from .small_transformer import TP_PLAN, VOCABULARY, loader, loss_of, model
-from .ways import GLOBAL_BATCH, run
+from .ways import GLOBAL_BATCH, train
 
 
 def accelerator(plan: dict[str, Any] | None, **sizes: int) -> Accelerator:
@@ -52,7 +52,7 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dp_shard_size", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_style_trains_as_one_process_does(plan: str, dp_shard_size: int) -> None:
-    [alone] = run_on_ranks(1, run, way="one", steps=10, clip=1.0)
+    [alone] = train("one", steps=10, clip=1.0)
     for losses in run_on_ranks(2 * dp_shard_size, losses_with, plan=PLANS[plan], dp_shard_size=dp_shard_size):
         assert losses == pytest.approx(alone, abs=1e-5)
 

@@ -120,6 +120,19 @@ def test_reset_closes_the_group_that_was_opened_and_another_can_be_opened() -> N
 
 
 @ranks(2)
+def test_forgetting_leaves_the_group_open_and_the_next_runtime_owns_it() -> None:
+    first, group = Runtime.start(), dist.group.WORLD
+    Runtime.forget()
+    second = Runtime.start()
+    assert second is not first
+    assert dist.group.WORLD is group
+    assert (second.owns_group, second.backend) == (True, "gloo")
+    assert sum_of_ranks() == 1
+    Runtime.reset()
+    assert not dist.is_initialized()
+
+
+@ranks(2)
 def test_a_group_that_the_user_opened_is_adopted_and_left_open() -> None:
     rank, world_size, address = forget_the_launcher()
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
@@ -178,7 +191,7 @@ def test_options_for_a_group_that_is_open_already_are_warned_about() -> None:
         Runtime.start()
     with pytest.warns(UserWarning, match=rf"Rank {runtime.process_index}: the process group was open.*seconds=99"):
         Runtime.start(init_handler=InitProcessGroupKwargs(timeout=timedelta(seconds=99)))
-    Runtime._current = None  # as a library that opens the group before the script asks for options
+    Runtime._current = Runtime._opened = None  # as a library that opens the group before the script asks for options
     with pytest.warns(UserWarning, match="have no effect"):
         Runtime.start(init_handler=options)
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.base import Strategy
+from ..parallel.dtensors import gathered
 from ..parallel.unwrapping import extract_model_from_parallel
 from ..runtime.progress import while_slow
 from ..runtime.random import set_seed
@@ -31,6 +32,7 @@ from .layout import (
     SHARDS,
     automatic_name,
     custom_file,
+    engine_folder,
     iteration_of,
     model_folder,
     numbered,
@@ -38,7 +40,7 @@ from .layout import (
     random_states_file,
     unfinished,
 )
-from .parts import ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart, whole_state
+from .parts import EnginePart, ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
 from .preemption import Preemption
 from .remote import RemoteStore
 from .staging import Staging
@@ -124,8 +126,11 @@ class Checkpointer:
         return [extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models]
 
     def _parts(self, models: Sequence[nn.Module], scaler: Any, form: str, rank: int) -> list[Part]:
-        """Return everything there is, models and optimizers in one of three forms: SHARDS, .safetensors, .bin."""
-        parts = self._shards(models) if form == SHARDS else self._files(models, form)
+        """Return everything there is, models and optimizers in one of three forms: SHARDS, .safetensors, .bin.
+
+        What an engine owns has the engine's form.
+        """
+        parts = self._engines(models, form) or (self._shards(models) if form == SHARDS else self._files(models, form))
         parts += [
             StatefulPart(numbered("scheduler", index, ""), numbered("scheduler", index, ".bin"), scheduler)
             for index, scheduler in enumerate(self.prepared.schedulers)
@@ -139,6 +144,18 @@ class Checkpointer:
         parts.append(ProgressPart(self.prepared.loaders))
         parts.append(RandomPart(random_states_file(rank), self.runtime, self.prepared.window))
         return parts
+
+    def _engines(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
+        """Return the parts of a run whose engines own models and optimizers; a model that only runs may have none."""
+        engines = self.prepared.strategy.engine_states(models)
+        if not any(engines):
+            return []
+        return [
+            ModelPart(numbered("model", index, ""), numbered(_stem(suffix), index, suffix), model)
+            if engine is None
+            else EnginePart(numbered("model", index, ""), engine_folder(index), engine)
+            for index, (model, engine) in enumerate(zip(models, engines, strict=True))
+        ]
 
     def _files(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
         is_whole = self.prepared.strategy.holds_whole_models
@@ -187,10 +204,11 @@ class Checkpointer:
         store, name, iteration = self._target(target)
         draft = self.engine.open(store, name, step=self.prepared.window.step, iteration=iteration)
         form = ".safetensors" if safe_serialization else ".bin"
+        models = self._own_models()
         if self.prepared.strategy.saves_shards:
             form = SHARDS
+        if self.prepared.strategy.saves_shards or any(self.prepared.strategy.engine_states(models)):
             self._refuse_separate_disks()
-        models = self._own_models()
         with self.engine.together(f"checkpoint {draft.path} was not made", draft):
             models, weights = self._after_save_hooks(models, draft.folder, form)
             draft.parts = self._parts(models, scaler, form, self.runtime.process_index)
@@ -234,8 +252,14 @@ class Checkpointer:
         """Let hooks write what they like; what is left in the list of weights, as it is then, is still to be saved."""
         if not self.save_hooks:
             return models, []
+        if any(self.prepared.strategy.engine_states(models)):
+            # Hooks may write what they like; what an engine owns is saved by it in any case.
+            whole = [self.prepared.strategy.whole_state(model) for model in models]
+            for hook in self.save_hooks.values():
+                hook(list(models), list(whole), str(folder))
+            return models, []
         own = [model.state_dict() for model in models]
-        before = own if form == SHARDS else [whole_state(state) for state in own]
+        before = own if form == SHARDS else [gathered(state) for state in own]
         handed, weights = list(models), list(before)
         for hook in self.save_hooks.values():
             hook(handed, weights, str(folder))

@@ -319,21 +319,13 @@ def write_parts(draft: Draft, parts: Sequence[Part], crew: Crew) -> dict[str, Fi
             with naming(part, "could not be written", draft.folder):
                 part.write(state, path, crew)
                 _tell_strangers(part, path)
-            for file in _written_by_this_process(part, path, crew):
+            for file in part.written_here(path, crew):
                 pending[file] = (pool.submit(flush, file), pool.submit(codec.facts_of, file, checkers))
         facts: dict[str, FileFacts] = {}
         for file, (flushed, checked) in pending.items():
             flushed.result()
             facts[file.relative_to(draft.folder).as_posix()] = checked.result()
     return facts
-
-
-def _written_by_this_process(part: Part, path: Path, crew: Crew) -> list[Path]:
-    if not part.is_folder:
-        return [path]
-    return [file for file in path.iterdir() if file.name.startswith(f"__{crew.rank}_")] + (
-        [file for file in path.iterdir() if not file.name.startswith("__")] if crew.rank == 0 else []
-    )
 
 
 def _tell_strangers(part: Part, path: Path) -> None:

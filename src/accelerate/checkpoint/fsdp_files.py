@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from ..config.sharding import FullyShardedDataParallelPlugin
-from ..parallel.unwrapping import extract_model_from_parallel
+from ..parallel.unwrapping import extract_model_from_parallel, own_name
 from .crew import Crew
 from .layout import model_folder, numbered, optimizer_folder
 from .model_files import save_model_files
-from .parts import ModelPart, OptimizerPart
+from .parts import ModelPart, OptimizerPart, with_ties
 from .shards import ShardedModelPart, ShardedOptimizerPart, read_tensors, sizes_in
 
 PathLike = str | os.PathLike[str]
@@ -37,12 +38,25 @@ def _optimizer_part(optimizer: Any, model: nn.Module, index: int, crew: Crew, *,
     return OptimizerPart("optimizer", numbered("optimizer", index, ".bin"), optimizer, [own])
 
 
-def _chosen(state: Mapping[str, Any], model: nn.Module, adapter_only: bool) -> dict[str, Any]:
-    """Leave out what is not trained, where only the adapters are wanted."""
+# Both have their published names, because other libraries overwrite them.
+
+
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+    """Return a model's state in torch's form; with `adapter_only` without what is not trained."""
+    state = get_model_state_dict(model, options=sd_options)
     if not adapter_only:
-        return dict(state)
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    return {name: value for name, value in state.items() if name.removeprefix("model.") in trained}
+        return state
+    trained = {own_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Give a model its state in torch's form; with `adapter_only` the state need not have everything."""
+    if adapter_only:
+        sd_options = replace(sd_options or StateDictOptions(), strict=False)
+    return set_model_state_dict(model, state_dict, options=sd_options)
 
 
 def save_fsdp_model(
@@ -56,7 +70,9 @@ def save_fsdp_model(
 ) -> None:
     """Save a model, all processes together: a folder of shards, or `pytorch_model_fsdp.bin`, as the plugin says."""
     part = _model_part(model, model_index, sharded=fsdp_plugin.saves_shards)
-    _save(part, _chosen(part.capture(), part.model, adapter_only), Path(output_dir), accelerator)
+    options = StateDictOptions(full_state_dict=not part.is_folder, cpu_offload=not part.is_folder)
+    state = _get_model_state_dict(part.model, adapter_only=adapter_only, sd_options=options)
+    _save(part, part.named(state), Path(output_dir), accelerator)
 
 
 def save_fsdp_optimizer(
@@ -97,7 +113,11 @@ def load_fsdp_model(
     sharded = (Path(input_dir) / model_folder(model_index)).is_dir()
     part = _model_part(model, model_index, sharded=sharded)
     part.load_options["strict"] = not adapter_only
-    _load(part, Path(input_dir), accelerator)
+    state = _read(part, Path(input_dir), accelerator)
+    fitting = {name: value for name, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+    complete = with_ties(fitting, part.model.state_dict(keep_vars=True))
+    options = StateDictOptions(full_state_dict=not sharded)
+    _set_model_state_dict(part.model, complete, adapter_only=adapter_only, sd_options=options)
 
 
 def load_fsdp_optimizer(
@@ -113,10 +133,12 @@ def load_fsdp_optimizer(
     """Load what `save_fsdp_optimizer` saved, in whichever form and on however many processes."""
     sharded = (Path(input_dir) / optimizer_folder(optimizer_index)).is_dir()
     crew = accelerator.checkpointer.engine.crew
-    _load(_optimizer_part(optimizer, model, optimizer_index, crew, sharded=sharded), Path(input_dir), accelerator)
+    part = _optimizer_part(optimizer, model, optimizer_index, crew, sharded=sharded)
+    part.restore(_read(part, Path(input_dir), accelerator))
 
 
-def _load(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> None:
+def _read(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> Any:
+    """Read what fits, or say what does not."""
     path = folder / part.file
     if not path.exists():
         raise FileNotFoundError(f"There is no {part.file} in {folder}.")
@@ -124,7 +146,7 @@ def _load(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> No
     objection = part.objection(state)
     if objection is not None:
         raise ValueError(f"{path} does not fit: the {part.name} was saved {objection}.")
-    part.restore(state)
+    return state
 
 
 def merge_fsdp_weights(

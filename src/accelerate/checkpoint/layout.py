@@ -43,6 +43,11 @@ def model_folder(index: int) -> str:
     return f"pytorch_model_fsdp_{index}"
 
 
+def engine_folder(index: int) -> str:
+    """Return the published folder of the index-th model whose engine writes files of its own."""
+    return numbered("pytorch_model", index, "")
+
+
 def optimizer_folder(index: int) -> str:
     """Return the published folder of the index-th optimizer, of which every process wrote its part."""
     return f"optimizer_{index}"

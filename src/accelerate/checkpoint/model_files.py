@@ -20,10 +20,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: float | str) -> int:
     """Read a size such as `10GB` (decimal) or `2GiB` (binary), in bytes."""
-    if isinstance(size, int):
-        return size
+    if isinstance(size, (int, float)):  # a share of something, such as 0.9 of a budget, need not be whole
+        return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if found is None or found[2].upper() not in _UNITS:
         raise ValueError(f"max_shard_size={size!r} cannot be read: write a number of bytes, or 500MB, 10GB, 2GiB.")

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.position import Position, PositionError
-from ..parallel.dtensors import mesh_of, spread_like, whole
+from ..parallel.base import EngineState
+from ..parallel.dtensors import gathered, is_spread, spread_like
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
 from ..saving import clean_state_dict_for_safetensors, memory_of
@@ -47,6 +47,10 @@ class Part(ABC):
         """Write a state to its file."""
         codec.write(clean_state_dict_for_safetensors(state) if path.suffix == ".safetensors" else state, path)
 
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return [path]
+
     def read(self, path: Path, crew: Crew, **load_options: Any) -> Any:
         """Read a state from its file."""
         return codec.read(path, **load_options)
@@ -73,11 +77,11 @@ class ModelPart(Part):
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
         """Tell whether the tensors are spread over processes, and one of them is to write whole ones."""
-        return not self.is_folder and any(mesh_of(param) is not None for param in self.model.parameters())
+        return not self.is_folder and is_spread(self.model.parameters())
 
     def capture(self) -> dict[str, Any]:
         """Return the whole state."""
-        return whole_state(self.model.state_dict())
+        return gathered(self.model.state_dict())
 
     def named(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a model's state under the names that its file has."""
@@ -113,21 +117,6 @@ class ModelPart(Part):
             if not (isinstance(value, Tensor) and value.is_meta and not self.load_options["strict"])
         }
         self.model.load_state_dict(spread, **self.load_options)
-
-
-def whole_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with whole tensors on the main process; the others take part, and keep only what is whole anyway.
-
-    One tensor after the other, so that no process but the main one ever holds more than one of them.
-    """
-    gathered = dict(state)
-    for name, value in state.items():
-        if isinstance(value, dict):
-            gathered[name] = whole_state(value)
-        elif isinstance(value, Tensor) and mesh_of(value) is not None:
-            full = whole(value)
-            gathered[name] = full.cpu() if dist.get_rank() == 0 else None
-    return gathered
 
 
 def with_ties(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +175,7 @@ class OptimizerPart(StatefulPart):
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
         """Tell whether moments are spread over processes, and one of them is to write whole ones."""
-        return not self.is_folder and any(mesh_of(param) is not None for param in self._parameters())
+        return not self.is_folder and is_spread(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.owner.param_groups for param in group["params"]]
@@ -197,7 +186,7 @@ class OptimizerPart(StatefulPart):
     def capture(self) -> Any:
         """Return the whole state, and the names of the parameters by which a pipeline finds its own."""
         state = {**self.owner.state_dict(), "names": self._own_names()}
-        return {**state, "state": whole_state(state["state"])} if self.is_collective else state
+        return {**state, "state": gathered(state["state"])} if self.is_collective else state
 
     def _of_own_stages(self, state: Any) -> Any:
         """Return the moments of this process's parameters, numbered as they are here."""
@@ -227,6 +216,51 @@ class OptimizerPart(StatefulPart):
             }
             state = {**state, "state": moments}
         self.owner.load_state_dict(state)
+
+
+class EnginePart(Part):
+    """A model and its optimizer that an engine owns: a folder of the engine's files, each written by one process."""
+
+    per_rank = True
+    is_folder = True
+
+    def __init__(self, name: str, file: str, engine: EngineState) -> None:
+        super().__init__(name, file)
+        self.engine = engine
+        self._files: list[str] = []
+
+    def capture(self) -> dict[str, Any]:
+        """Ask the engine for what this process saves."""
+        return self.engine.capture()
+
+    def write(self, state: Any, path: Path, crew: Crew) -> None:
+        """Write this process's files, and beside the folder what the engine's tools look for."""
+        path.mkdir(exist_ok=True)
+        self._files = list(state)
+        for file, tree in state.items():
+            codec.write(tree, path / file)
+        if crew.leads:
+            for file, text in self.engine.companions().items():
+                (path.parent / file).write_text(text, encoding="utf-8")
+
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return [path / file for file in self._files]
+
+    def read(self, path: Path, crew: Crew, **load_options: Any) -> Any:
+        """Read what this process needs."""
+        files = self.engine.wanted(sorted(file.name for file in path.iterdir()))
+        with torch.serialization.safe_globals(self.engine.classes):
+            return path, {file: codec.read(path / file, **load_options) for file in files}
+
+    def objection(self, state: Any) -> str | None:
+        """Ask the engine."""
+        return self.engine.objection(state[1])
+
+    def restore(self, state: Any) -> None:
+        """Give the engine what was read."""
+        path, states = state
+        self.engine.restore(states, path)
 
 
 def names_of_parameters(models: Sequence[nn.Module]) -> dict[int, str]:

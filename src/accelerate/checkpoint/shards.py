@@ -103,6 +103,13 @@ def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: facts for name, facts in contents.items() if isinstance(facts, TensorStorageMetadata)}
 
 
+def _of_this_process(folder: Path, crew: Crew) -> list[Path]:
+    """Return the files of a folder that DCP wrote on this process; the first one writes what all have in common."""
+    files = list(folder.iterdir())
+    common = [file for file in files if not file.name.startswith("__")] if crew.rank == 0 else []
+    return [file for file in files if file.name.startswith(f"__{crew.rank}_")] + common
+
+
 class ShardedModelPart(ModelPart):
     """A model of which every process saves what it holds."""
 
@@ -120,6 +127,10 @@ class ShardedModelPart(ModelPart):
     def write(self, state: Any, path: Path, crew: Crew) -> None:
         """Write it, together with the other processes."""
         write_tensors(state, path, crew)
+
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return _of_this_process(path, crew)
 
     def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Tensor]:
         """Read this process's part, where shapes allow it; what does not fit is left to `objection`."""
@@ -172,6 +183,10 @@ class ShardedOptimizerPart(OptimizerPart):
         write_tensors(state["tensors"], path, crew)
         if crew.leads:
             codec.write(state["plain"], path / PLAIN_FILE)
+
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return _of_this_process(path, crew)
 
     def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Any]:
         """Read this process's part of every moment."""

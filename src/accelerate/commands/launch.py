@@ -50,6 +50,7 @@ def launch_words(args: argparse.Namespace) -> list[str]:
 def launch_command(args: argparse.Namespace) -> None:
     """Launch what a parsed command line asks for; raise SystemExit with the culprit's code where it fails."""
     from ..launch.cluster import find_cluster
+    from ..launch.hostfile import cluster_of_hostfile, remarks_on_machines
     from ..launch.plan import make_plan
     from ..launch.run import carry_out
     from ..launch.say import say
@@ -57,8 +58,10 @@ def launch_command(args: argparse.Namespace) -> None:
     try:
         config = find_config(getattr(args, "config_file", None))
         settings = LaunchSettings.resolve(typed(args, OPTIONS), config)
-        plan = make_plan(settings, (args.training_script, *args.training_script_args), find_cluster())
+        cluster = find_cluster() or cluster_of_hostfile(settings)
+        plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
+        remarks += remarks_on_machines(settings)
         if settings.explain:
             from ..launch.explain import explain
 

@@ -16,6 +16,7 @@ VERBS = {
     "launch": "start a script on one process or many",
     "merge-weights": "turn a sharded model into files that every tool reads",
     "report": "show logged runs as an HTML page, or live in the terminal",
+    "to-fsdp2": "bring a configuration file for FSDP1 into the terms of FSDP2",
     "verify-resume": "prove that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
 }

@@ -139,3 +139,10 @@ class CustomDtype(enum.Enum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
+
+
+class ComputeEnvironment(str, enum.Enum):
+    """Where a run's processes are, as configuration files say."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from .parallelism import AXES
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
@@ -42,12 +49,12 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
 
 # Engines that the published variables can ask for and that this version refuses by name.
 ENGINE_VARIABLES: Mapping[str, str] = {
-    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
     "Megatron-LM": "ACCELERATE_USE_MEGATRON_LM",
 }
 
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
+USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 # Field of the plugin -> the published variable.
@@ -70,10 +77,25 @@ FSDP_VARIABLES: Mapping[str, str] = {
     "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
 }
 
-# Size of an axis -> the published variable.
-PARALLELISM_VARIABLES: Mapping[str, str] = {
-    f"{axis}_size": f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+# Field of `DeepSpeedPlugin` -> the published variable.
+DEEPSPEED_VARIABLES: Mapping[str, str] = {
+    "hf_ds_config": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "transformer_moe_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+
+# Field of `ParallelismConfig` (or of its `cp_handler`) -> type; the published variable is the field in capitals.
+PARALLELISM_FIELDS: Mapping[str, type] = {
+    **{f"{axis}_size": int for axis in (*AXES, "sp")},
+    "cp_backend": str,
+    "cp_comm_strategy": str,
 }
 
 
@@ -84,11 +106,26 @@ def read_fsdp() -> dict[str, str] | None:
     return {field: os.environ[name] for field, name in FSDP_VARIABLES.items() if os.environ.get(name)}
 
 
+def asks_for_deepspeed() -> bool:
+    """Tell whether the environment asks for DeepSpeed."""
+    return bool(_read_as(USE_DEEPSPEED, bool))
+
+
+def read_deepspeed() -> dict[str, str]:
+    """Return the fields of the DeepSpeed plugin that the environment sets: none where it does not ask for DeepSpeed."""
+    if not asks_for_deepspeed():
+        return {}
+    return {field: os.environ[name] for field, name in DEEPSPEED_VARIABLES.items() if os.environ.get(name)}
+
+
 def read_parallelism() -> dict[str, Any] | None:
-    """Return the sizes of the axes that the environment sets, or None where it asks for no mesh."""
+    """Return the fields of `ParallelismConfig` that the environment sets, or None where it asks for no mesh."""
     if not _read_as(USE_PARALLELISM, bool):
         return None
-    return {field: _read_as(name, int) for field, name in PARALLELISM_VARIABLES.items() if os.environ.get(name)}
+    variables = {field: f"PARALLELISM_CONFIG_{field.upper()}" for field in PARALLELISM_FIELDS}
+    return {
+        field: _read_as(name, PARALLELISM_FIELDS[field]) for field, name in variables.items() if os.environ.get(name)
+    }
 
 
 def variable_of(setting: str) -> str:
@@ -240,3 +277,65 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+# --- what other libraries use ---------------------------------------------------------------------------------------
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return a variable as yes or no."""
+    value = _read_as(key, bool)
+    return default if value is None else bool(value)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return a variable as it is."""
+    return os.environ.get(key, default)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first of several variables that is set to a number that is not negative."""
+    for key in env_keys:
+        value = _read_as(key, int)
+        if value is not None and value >= 0:
+            return int(value)
+    return default
+
+
+def purge_accelerate_environment(func_or_cls: F) -> F:
+    """Give back, after a function or after every test method of a class, the `ACCELERATE_` variables as they were."""
+    if isinstance(func_or_cls, type):
+        for name, member in list(vars(func_or_cls).items()):
+            if name.startswith("test") and callable(member):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        return func_or_cls
+
+    @wraps(func_or_cls)
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        before = _own_variables()
+        try:
+            return func_or_cls(*args, **kwargs)
+        finally:
+            for name in _own_variables().keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
+
+    return cast("F", purged)
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return lines `NAME=value` for a file of variables; what a shell could read as more than that is left out."""
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not _UNSAFE_IN_A_FILE & {*name, *value}:
+            lines.append(f"{name}={value}\n")
+        else:
+            logger.warning("%s is left out: its name or value is empty, or a shell would read it otherwise.", name)
+    return lines
+
+
+_UNSAFE_IN_A_FILE = frozenset(";&|<> \n\t`$")

@@ -39,7 +39,7 @@ ENGINE_OF_SWITCH = {
     "use_parallelism_config": PARALLELISM,
     "tpu": TPU,
 }
-MISSING_ENGINES = {switch: ENGINE_OF_SWITCH[switch] for switch in ("use_deepspeed", "use_megatron_lm", "tpu")}
+MISSING_ENGINES = {switch: ENGINE_OF_SWITCH[switch] for switch in ("use_megatron_lm", "tpu")}
 """Those that can be asked for and that this version does not have."""
 
 

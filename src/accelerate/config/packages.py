@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from packaging.version import Version, parse
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 OPERATIONS: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
@@ -32,6 +35,8 @@ def has_package(name: str) -> bool:
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another: `("numpy", ">=", "2.0")`."""
+    from packaging.version import parse  # on first use: every run asks which packages there are, few ask for versions
+
     if operation not in OPERATIONS:
         raise ValueError(f"{operation!r} compares nothing: choose one of {', '.join(OPERATIONS)}.")
     if isinstance(library_or_version, str):
@@ -42,3 +47,8 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
                 f"{library_or_version} is not installed, so that its version cannot be compared."
             ) from None
     return OPERATIONS[operation](library_or_version, parse(requirement_version))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the packages that this process has imported."""
+    return [name for name in library_names if name in sys.modules]

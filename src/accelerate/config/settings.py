@@ -9,10 +9,19 @@ from typing import Any
 
 from ..errors import UnsupportedSettingError
 from .compilation import DEFAULTS, SETTING_OF_FIELD, TorchDynamoPlugin, backend_named
+from .deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .enums import PrecisionType
-from .environment import read, read_fsdp, read_parallelism, read_setting, requested_engine, variable_of
+from .environment import (
+    asks_for_deepspeed,
+    read,
+    read_fsdp,
+    read_parallelism,
+    read_setting,
+    requested_engine,
+    variable_of,
+)
 from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
-from .parallelism import ParallelismConfig
+from .parallelism import ParallelismConfig, TorchContextParallelConfig
 from .plugins import GradientAccumulationPlugin
 from .sharding import FullyShardedDataParallelPlugin
 
@@ -41,6 +50,8 @@ class TrainingSettings:
     """How models are compiled."""
     sharding: FullyShardedDataParallelPlugin | None
     """How parameters are sharded, if they are."""
+    deepspeed: Mapping[str, DeepSpeedPlugin] | None
+    """What is asked of DeepSpeed, by the names of the plugins, if it is to train."""
     parallelism: ParallelismConfig | None
     """Over which axes the processes are spread, if that was said."""
     origins: Mapping[str, str]
@@ -55,10 +66,14 @@ class TrainingSettings:
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | DeepSpeedPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> TrainingSettings:
         """Resolve the arguments of `Accelerator` against the environment."""
+        deepspeed = resolve_deepspeed(deepspeed_plugins)
         precision = resolve("mixed_precision", mixed_precision, "no")
+        if deepspeed is not None:
+            precision = _agreed_precision(precision, deepspeed)
         check_precision(str(precision.value), precision.origin)
         refuse_requested_engine()
         if gradient_accumulation_plugin is not None:
@@ -74,6 +89,8 @@ class TrainingSettings:
         else:
             in_code = gradient_accumulation_steps if gradient_accumulation_steps != 1 else None
             steps = resolve("gradient_accumulation_steps", in_code, 1)
+            if deepspeed is not None:
+                steps = _agreed_accumulation(steps, deepspeed)
             plugin, origin = GradientAccumulationPlugin(num_steps=steps.value), steps.origin
         if not isinstance(plugin.num_steps, int) or plugin.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be 1 or more, not {plugin.num_steps!r} ({origin}).")
@@ -83,6 +100,7 @@ class TrainingSettings:
             gradient_accumulation=plugin,
             compilation=compilation,
             sharding=fsdp_plugin or _sharding_from_environment(),
+            deepspeed=deepspeed,
             parallelism=parallelism_config or _parallelism_from_environment(),
             origins={
                 "mixed_precision": precision.origin,
@@ -119,14 +137,61 @@ def resolve_compilation(in_code: TorchDynamoPlugin | None) -> tuple[TorchDynamoP
     return resolved, origins if resolved.compiles else {}
 
 
+def resolve_deepspeed(
+    in_code: Mapping[str, DeepSpeedPlugin] | DeepSpeedPlugin | None,
+) -> Mapping[str, DeepSpeedPlugin] | None:
+    """Return the plugins by name, of which the first is chosen to begin with; None where DeepSpeed is not asked for."""
+    if in_code is None:
+        in_code = DeepSpeedPlugin() if asks_for_deepspeed() else {}
+    plugins = dict(in_code) if isinstance(in_code, Mapping) else {"default": in_code}
+    for name, plugin in plugins.items():
+        if not isinstance(plugin, DeepSpeedPlugin):
+            raise TypeError(f"deepspeed_plugins[{name!r}] must be a DeepSpeedPlugin, not a {type(plugin).__name__}.")
+    if plugins and not any(plugin.selected for plugin in plugins.values()):
+        next(iter(plugins.values())).select(_from_accelerator_state=True)
+    return plugins or None
+
+
+def _agreed_precision(precision: Resolved, plugins: Mapping[str, DeepSpeedPlugin]) -> Resolved:
+    """Take the number format from DeepSpeed's config where nobody else says one, and tell it where it says none."""
+    chosen = next(plugin for plugin in plugins.values() if plugin.selected)
+    if not _was_said(precision) and chosen.mixed_precision is not None:
+        return Resolved(value=chosen.mixed_precision, origin=chosen.source)
+    for plugin in plugins.values():
+        if _was_said(precision) or plugin.mixed_precision is None:
+            plugin.set_mixed_precision(str(precision.value), f"{precision.origin}, mixed_precision")
+    return precision
+
+
+def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]) -> Resolved:
+    """Take the accumulation from DeepSpeed's config where nobody else says it; where both do they must agree."""
+    chosen = next(plugin for plugin in plugins.values() if plugin.selected)
+    in_config = chosen.gradient_accumulation_steps
+    if in_config is None or steps.value == in_config:
+        return steps
+    if not _was_said(steps):
+        return Resolved(value=in_config, origin=chosen.origins.get(ACCUMULATION, chosen.source))
+    claims = chosen.claims()
+    claims.claim(ACCUMULATION, steps.value, f"{steps.origin}, gradient_accumulation_steps")
+    claims.check()
+    return steps
+
+
+def _was_said(value: Resolved) -> bool:
+    return not value.origin.endswith("default")
+
+
 def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
     words = read_fsdp()
     return None if words is None else FullyShardedDataParallelPlugin.from_words(words)
 
 
 def _parallelism_from_environment() -> ParallelismConfig | None:
-    sizes = read_parallelism()
-    return None if sizes is None else ParallelismConfig(**sizes)
+    fields = read_parallelism()
+    if fields is None:
+        return None
+    way_of_keys = fields.pop("cp_comm_strategy", None)
+    return ParallelismConfig(**fields, cp_handler=way_of_keys and TorchContextParallelConfig(way_of_keys))
 
 
 def check_precision(name: str, origin: str) -> None:

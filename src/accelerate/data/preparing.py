@@ -41,6 +41,14 @@ def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
 
 
+def samples_per_process(loader: DataLoader[Any], num_processes: int, split_batches: bool) -> int | None:
+    """Return the samples that one process gets in a step, from a plain loader or a prepared one."""
+    if isinstance(loader, PreparedLoader):
+        return loader.total_batch_size // loader.num_processes
+    own: int | None = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+    return own // num_processes if own is not None and split_batches else own
+
+
 def prepare_data_loader(
     dataloader: DataLoader[Any],
     device: torch.device | None = None,

@@ -44,11 +44,6 @@ class BatchSamplerShard(BatchSampler):
                 f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
                 f"{self.batch_size}: use a multiple of {num_processes}."
             )
-        if self.batch_size is None and even_batches and num_processes > 1:
-            raise ValueError(
-                f"{type(batch_sampler).__name__} has no batch_size, so its last batches cannot be made even: pass "
-                "DataLoaderConfiguration(even_batches=False), and join_uneven_inputs() if the ranks' counts differ."
-            )
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -167,12 +162,12 @@ class BatchSamplerShard(BatchSampler):
     # A custom batch sampler is only known by iterating over it.
 
     def _dealt_stream(self, start: int) -> Iterator[list[Any]]:
-        head: list[Any] = []
+        head: list[list[Any]] = []  # the batches of the first round, to fill up the last
         held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
         dealt: list[list[Any]] = []
         for index, batch in enumerate(self.batch_sampler):
-            if self.batch_size is not None and len(head) < self.batch_size * self.num_processes:
-                head.extend(batch)
+            if index < self.num_processes:
+                head.append(batch)
             if index < start:
                 continue
             dealt.append(batch)
@@ -184,7 +179,7 @@ class BatchSamplerShard(BatchSampler):
             yield held[self.process_index]
         yield from self._last_round(dealt or held, head)
 
-    def _last_round(self, batches: list[list[Any]], head: list[Any]) -> Iterator[list[Any]]:
+    def _last_round(self, batches: list[list[Any]], head: list[list[Any]]) -> Iterator[list[Any]]:
         complete = len(batches) == self.num_processes
         full = self.batch_size is None or all(len(batch) >= self.batch_size for batch in batches)
         if not full or not complete:
@@ -196,8 +191,10 @@ class BatchSamplerShard(BatchSampler):
         elif not self.even_batches:
             if self.process_index < len(batches):
                 yield batches[self.process_index]
+        elif self.batch_size is None:  # nobody knows how long a batch should be: those without one get a whole one
+            yield filled(batches, head, self.num_processes)[self.process_index]
         else:
-            yield self._my_share(filled(chain(*batches), head, self.share * self.num_processes))
+            yield self._my_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
 
     def _split_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
@@ -221,5 +218,5 @@ class BatchSamplerShard(BatchSampler):
 
 
 def filled(samples: Any, head: list[Any], size: int) -> list[Any]:
-    """Fill up to `size` by repeating the first samples."""
+    """Fill up to `size` by repeating the first samples, or the first batches."""
     return list(islice(chain(samples, cycle(head)), size))

@@ -64,8 +64,11 @@ def readable(size: float) -> str:
 # --- Budgets ----------------------------------------------------------------------------------------------------------
 
 
-def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Any, int]:
-    """Return the budget of each device in bytes: those given, or what is free now on the accelerators and the host."""
+def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[Any, int]:
+    """Return the budget of each device in bytes: those given, or what is free now on the accelerators and the host.
+
+    Sizes such as `10GB` also become numbers in the dict that was given: transformers compares with it afterwards.
+    """
     if max_memory is None:
         found: dict[Any, int] = {}
         for index in range(torch.accelerator.device_count() if accelerator_type() else 0):
@@ -74,6 +77,8 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[An
                 found[index] = free
         return {**found, "cpu": psutil.virtual_memory().available}
     budgets = {place: convert_file_size_to_int(size) for place, size in max_memory.items()}
+    if isinstance(max_memory, dict):
+        max_memory.update({place: budgets[place] for place, size in max_memory.items() if isinstance(size, str)})
     return dict(sorted(budgets.items(), key=lambda item: _rank(item[0])))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.device import accelerator_type, default_device
+from ..runtime.modules import owner_of
 from .device_map import OFFLOADED, Place, check_device_map, check_tied_parameters_on_same_device
 from .hooks import (
     AlignDevicesHook,
@@ -31,11 +32,12 @@ from .hooks import (
 from .tensors import (
     Device,
     TiedTensors,
+    all_names_of_tensors,
     as_device,
     check_device_same,
     find_tied_tensors,
+    get_non_persistent_buffers,
     named_module_tensors,
-    owner_of,
     retie_parameters,
 )
 from .weights import (
@@ -330,9 +332,9 @@ def _check_weights(
 ) -> None:
     """Find tensors that nobody has values for, before anything is moved."""
     lost: list[str] = []
-    temporary = _non_persistent(model)
+    temporary = get_non_persistent_buffers(model, recurse=True, fqns=True)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name, tensor in _all_tensors(model):
+    for name, tensor in all_names_of_tensors(model, recurse=True):
         block = name
         while block and block not in away:
             block = block.rpartition(".")[0]
@@ -348,18 +350,6 @@ def _check_weights(
             f"{len(lost)} tensors of the model have no values: {_some(lost)}. Load a checkpoint that holds them, tie "
             "them before dispatching, or build the model with init_empty_weights(include_buffers=False)."
         )
-
-
-def _all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _non_persistent(model: nn.Module) -> set[str]:
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
 
 
 def _check_nothing_on_meta(model: nn.Module) -> None:

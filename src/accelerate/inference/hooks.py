@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.device import clear_device_cache, default_device
+from ..runtime.device import clear_device_cache, default_device, is_cpu
+from ..runtime.modules import owner_of
 from ..runtime.nested import find_device, send_to_device
 from .streaming import Layer, WeightStream
 from .tensors import (
@@ -24,7 +25,6 @@ from .tensors import (
     as_device,
     as_parameter,
     named_module_tensors,
-    owner_of,
     set_module_tensor_to_device,
 )
 from .weights import PrefixedDataset
@@ -497,7 +497,7 @@ class CpuOffload(ModelHook):
         """Send the previous model back and bring this one."""
         if self.prev_module_hook is not None and isinstance(self.prev_module_hook, UserCpuOffloadHook):
             previous = self.prev_module_hook.model
-            if previous is not module and any(p.device.type != "cpu" for p in previous.parameters()):
+            if previous is not module and not all(is_cpu(p.device) for p in previous.parameters()):
                 self.prev_module_hook.offload()
                 clear_device_cache()
         device = as_device(self.execution_device)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from ..checkpoint.model_files import files_of_model, read_model_files
 from ..checkpoint.parts import with_ties
 from ..errors import UnsupportedSettingError
-from ..parallel.dtensors import mesh_of
+from ..parallel.dtensors import is_spread
+from ..runtime.device import is_cpu
+from ..runtime.modules import owner_of
 from ..runtime.progress import progress
 from .device_map import DeviceMap, Place, check_device_map, get_balanced_memory, infer_auto_device_map, place_of
 from .dispatch import dispatch
@@ -28,7 +30,6 @@ from .tensors import (
     as_device,
     as_parameter,
     find_tied_tensors,
-    owner_of,
     proper_dtype,
     retie_parameters,
     set_module_tensor_to_device,
@@ -83,7 +84,7 @@ def load_checkpoint_in_model(
             "weights of bitsandbytes are not offloaded to disk.",
             "Leave it out.",
         )
-    if broadcast_from_rank0 or any(mesh_of(parameter) is not None for parameter in model.parameters()):
+    if broadcast_from_rank0 or is_spread(model.parameters()):
         _load_over_processes(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
     if device_map is not None:
@@ -225,9 +226,9 @@ class _Loading:
         if current is not None and is_usable and current.dtype == dtype:
             file.read_into(name, current)
             return current
-        host = torch.empty(stored.shape, dtype=dtype if device.type == "cpu" else stored.dtype)
+        host = torch.empty(stored.shape, dtype=dtype if is_cpu(device) else stored.dtype)
         file.read_into(name, host)
-        return host if device.type == "cpu" else host.to(device, dtype)
+        return host if is_cpu(device) else host.to(device, dtype)
 
     def finish(self, strict: bool) -> None:
         """Tie, write the index, and tell what is missing."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..config.quantization import BnbQuantizationConfig
 from ..runtime.device import accelerator_type
+from ..runtime.modules import owner_of
 from ..runtime.progress import progress
 from .lazy_files import LazyModelFiles
 from .tensors import as_device, find_tied_parameters, find_tied_tensors, get_non_persistent_buffers
@@ -321,8 +322,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path)._modules[last] = module
+    owner, last = owner_of(model, name)
+    owner._modules[last] = module
 
 
 # --- Places -----------------------------------------------------------------------------------------------------------

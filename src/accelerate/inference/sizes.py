@@ -35,7 +35,7 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Read a size such as `10GB` (decimal) or `2GiB` (binary), in bytes."""
     try:
         return parse_size(size)
@@ -124,3 +124,12 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     sizes = compute_module_sizes(model)
     classes = as_classes(getattr(model, "_no_split_modules", None))
     return sizes[""], get_max_layer_size(list(model.named_children()) or [("", model)], sizes, sorted(classes))
+
+
+def convert_bytes(size: float) -> str:
+    """Write a number of bytes for people, in steps of 1024: `1.5 GB`."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"

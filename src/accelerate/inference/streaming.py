@@ -50,7 +50,7 @@ class Layer:
             else:
                 let_go(stored)
             return wanted
-        if wanted.device.type != "cpu":
+        if not is_cpu(wanted.device):
             return wanted
         ready = pinned(wanted.detach())
         if ready is not wanted:

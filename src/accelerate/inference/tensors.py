@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.device import accelerator_type, clear_device_cache, is_cpu
+from ..runtime.modules import names_in_common, owner_of
 
 Device = torch.device | str | int
 META = torch.device("meta")
@@ -58,16 +59,10 @@ def all_names_of_tensors(
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that a state dict leaves out; with `fqns`, as seen from the module."""
     found: set[str] = set()
-    for path, owner in module.named_modules() if recurse else [("", module)]:
+    for path, owner in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
         names = owner._non_persistent_buffers_set
         found |= {f"{path}.{name}" for name in names} if fqns and path else names
     return found
-
-
-def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds a tensor, and what it calls it."""
-    path, _, last = name.rpartition(".")
-    return (module.get_submodule(path) if path else module), last
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -124,7 +119,7 @@ def set_module_tensor_to_device(
     if copies is not None and target in copies and copies[target].shape == source.shape:
         placed: Tensor = copies[target]
     else:
-        placed = _placed(old, source, target, dtype if value is None else _dtype_for(old, value, dtype), non_blocking)
+        placed = _placed(source, target, dtype if value is None else _dtype_for(old, value, dtype), non_blocking)
         if fp16_statistics is not None:
             placed.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
         if not is_buffer:
@@ -142,9 +137,7 @@ def _dtype_for(old: Tensor, value: Tensor, dtype: torch.dtype | str | None) -> t
     return proper_dtype(dtype) if value.is_floating_point() or value.is_complex() else None
 
 
-def _placed(
-    old: Tensor, source: Tensor, target: torch.device, dtype: torch.dtype | str | None, non_blocking: bool
-) -> Tensor:
+def _placed(source: Tensor, target: torch.device, dtype: torch.dtype | str | None, non_blocking: bool) -> Tensor:
     with torch.no_grad():
         return source.detach().to(target, proper_dtype(dtype) or source.dtype, non_blocking=non_blocking)
 
@@ -178,19 +171,12 @@ def as_parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names under which the model knows one parameter, each in the model's order."""
-    return _shared(model.named_parameters(remove_duplicate=False))
+    return names_in_common(model.named_parameters(remove_duplicate=False))
 
 
 def find_tied_tensors(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that are one parameter or one buffer."""
-    return find_tied_parameters(model) + _shared(model.named_buffers(remove_duplicate=False))
-
-
-def _shared(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors:
-        names.setdefault(id(tensor), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
+    return find_tied_parameters(model) + names_in_common(model.named_buffers(remove_duplicate=False))
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

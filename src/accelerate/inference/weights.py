@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import codec
+from ..runtime.device import is_cpu
 from .mapping import MappedFile, let_go, read_into
 from .tensors import proper_dtype
 
@@ -100,7 +101,7 @@ class SafetensorsFile(TensorFile):
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Read straight into a tensor of the CPU that has the same dtype; others get a copy."""
-        is_same = target.dtype == self.dtype(name) and target.is_contiguous() and target.device.type == "cpu"
+        is_same = target.dtype == self.dtype(name) and target.is_contiguous() and is_cpu(target.device)
         if is_same and list(target.shape) == self._header[name]["shape"]:
             read_into(self.path, self._start + self._header[name]["data_offsets"][0], target)
         else:

@@ -73,3 +73,16 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+def get_free_port() -> int:
+    """Return a port that nobody uses now; somebody may take it before it is bound."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Tell whether somebody on this machine listens on a port: 29500 unless given."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", 29500 if port is None else int(port))) == 0

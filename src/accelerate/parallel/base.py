@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..runtime.modules import owner_of
 from ..runtime.nested import recursively_apply
 from ..runtime.runtime import Runtime
+from .dtensors import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,10 @@ class Capabilities:
     """Gradients can be accumulated without being reduced (`no_sync`)."""
     owns_precision: bool = False
     """The engine casts: the model's forward pass needs no autocast."""
+    owns_scaling: bool = False
+    """The engine scales losses in fp16: nobody else does."""
+    compiles_inside: bool = False
+    """What `torch.compile` is given is the model inside the wrapper, in place."""
 
 
 @dataclass(kw_only=True)
@@ -33,6 +40,13 @@ class Bundle:
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    """Samples of one process in a micro-batch, of every loader that is known so far."""
+    accumulation_steps: int = 1
+    """Micro-batches per step."""
+    split_batches: bool = False
+    """A batch of the plain loader is one of all processes together, so that a step consumes one of them."""
     place_models: list[bool] = field(default_factory=list)
     """For each model, whether to move it to the device."""
     evaluation: bool = False
@@ -61,10 +75,51 @@ class Batch:
         return loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The steps of sharding a model that other libraries overwrite: each takes a model and returns it."""
+
+    recompute: Callable[[nn.Module], nn.Module]
+    shard: Callable[[nn.Module], nn.Module]
+
+
+class EngineState(ABC):
+    """A model and its optimizer whose state only an engine can take apart and put together: named trees of data."""
+
+    @abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """Return what this process saves, file by file; all processes call it."""
+
+    @abstractmethod
+    def wanted(self, files: Sequence[str]) -> list[str]:
+        """Choose what this process must read among the files that were saved."""
+
+    @property
+    @abstractmethod
+    def classes(self) -> list[Any]:
+        """What the files hold beside plain data."""
+
+    @abstractmethod
+    def objection(self, states: Mapping[str, Any]) -> str | None:
+        """Say why what was read does not fit, before anything is changed."""
+
+    @abstractmethod
+    def restore(self, states: Mapping[str, Any], folder: Path) -> None:
+        """Take what was read; all processes call it."""
+
+    def companions(self) -> dict[str, str]:
+        """Return small files, name -> text, that go beside the folder for other tools."""
+        return {}
+
+
 class Strategy(ABC):
     """A way of spreading a model over the processes of a `Runtime`."""
 
     capabilities: Capabilities
+    mesh: Any = None
+    """The grid of processes that models are spread over, where there is one."""
+    steps: Steps | None = None
+    """By whose functions models are sharded; without any, by the strategy's own."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -77,17 +132,12 @@ class Strategy(ABC):
         models = []
         for model, place in zip(bundle.models, bundle.place_models, strict=True):
             if place:
-                self._place(model)
+                (self._move if bundle.evaluation else self._place)(model)
             models.append(model if bundle.evaluation else self.wrap(model))
         self._optimizers.update(bundle.optimizers)
         for optimizer in self._optimizers:  # earlier ones too: theirs may be the models that come now
             self._rebind(optimizer)
-        return Bundle(
-            models=models,
-            optimizers=bundle.optimizers,
-            place_models=bundle.place_models,
-            evaluation=bundle.evaluation,
-        )
+        return replace(bundle, models=models)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -125,6 +175,29 @@ class Strategy(ABC):
     def saves_shards(self) -> bool:
         """Tell whether a checkpoint holds every process's part instead of whole tensors."""
         return False
+
+    def engine_states(self, models: Sequence[nn.Module]) -> list[EngineState | None]:
+        """Return for each model the engine that owns its state and its optimizer's: None where none does."""
+        return [None] * len(models)
+
+    @property
+    def published(self) -> Mapping[str, Any]:
+        """What `AcceleratorState` says of this strategy, by attribute."""
+        return {}
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run the backward pass of a loss that is already its share of the step."""
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
+        """Multiply the gradients that a window has accumulated."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for model in models:
+            for param in model.parameters():
+                if param.grad is not None:
+                    by_dtype.setdefault(param.grad.dtype, []).append(local(param.grad))
+        for dtype, gradients in by_dtype.items():
+            torch._foreach_mul_(gradients, factor.to(dtype))
 
     def forward_backward(
         self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]
@@ -167,6 +240,10 @@ class Strategy(ABC):
         return model.state_dict()
 
     def _place(self, model: nn.Module) -> None:
+        """Bring a model that will be wrapped to where that is done."""
+        self._move(model)
+
+    def _move(self, model: nn.Module) -> None:
         """Move a model to the device, remembering which parameters had to be replaced by new objects.
 
         `Module.to` replaces a parameter once for every module that shares it; sharing is restored here.
@@ -174,8 +251,7 @@ class Strategy(ABC):
         before = list(model.named_parameters(remove_duplicate=False))
         model.to(self.runtime.device)
         for name, old in before:
-            owner_name, _, own_name = name.rpartition(".")
-            owner = model.get_submodule(owner_name)
+            owner, own_name = owner_of(model, name)
             new = getattr(owner, own_name)
             if new is not old and (successor := self._successors.setdefault(old, new)) is not new:
                 setattr(owner, own_name, successor)

@@ -23,7 +23,7 @@ from torch import nn
 from ..config.compilation import TorchDynamoPlugin
 from ..runtime.runtime import rank_of_this_process
 from .base import Bundle, Strategy
-from .dtensors import mesh_of
+from .dtensors import is_spread
 from .unwrapping import is_compiled_module
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,10 @@ class _Compiling:
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place, wrap, then compile the models."""
+        if self._strategy.capabilities.compiles_inside:
+            for model in bundle.models:
+                compile_regions_deepspeed(model, **self._plugin.to_kwargs())
+            return self._strategy.prepare(bundle)
         prepared = self._strategy.prepare(bundle)
         return replace(prepared, models=[compiled(model, self._plugin) for model in prepared.models])
 
@@ -133,7 +137,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Tell whether any parameter of a model is spread over a mesh."""
-    return any(mesh_of(param) is not None for param in model.parameters())
+    return is_spread(model.parameters())
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -152,3 +156,13 @@ def _runs_torchs_own_forward(module: nn.Module) -> bool:
 def _say(text: str) -> None:
     if rank_of_this_process() == 0:
         logger.info(text)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Tell whether this is a list of modules of one class."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Tell whether a module is, or holds, a list of modules of one class."""
+    return any(map(is_repeated_blocks, module.modules()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 # torch.distributed.tensor takes long to import, so a DTensor is recognised by what it has.
@@ -22,6 +24,26 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every process; all of its mesh call it."""
     return tensor if mesh_of(tensor) is None else tensor.full_tensor()  # type: ignore[attr-defined]
+
+
+def is_spread(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether any of these lives on more than one process."""
+    return any(mesh_of(tensor) is not None for tensor in tensors)
+
+
+def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state with whole tensors on the first process; the others take part, and keep only what is whole anyway.
+
+    One tensor after the other, so that no process but the first ever holds more than one of them.
+    """
+    result = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            result[name] = gathered(value)
+        elif isinstance(value, Tensor) and mesh_of(value) is not None:
+            full = whole(value)
+            result[name] = full.cpu() if dist.get_rank() == 0 else None
+    return result
 
 
 def part_of(tensor: Tensor, own: Tensor) -> Tensor:

@@ -10,23 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from ..runtime.modules import names_in_common, owner_of
+
 
 class Ties:
     """Which names stand for one and the same parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        by_identity: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            by_identity.setdefault(id(param), []).append(name)
-        self.groups = [names for names in by_identity.values() if len(names) > 1]
+        self.groups = names_in_common(model.named_parameters(remove_duplicate=False))
 
     def restore(self, model: nn.Module) -> None:
         """Make them one again, after every module was given a parameter of its own."""
         for first, *others in self.groups:
             param = model.get_parameter(first)
             for name in others:
-                owner, _, own = name.rpartition(".")
-                setattr(model.get_submodule(owner), own, param)
+                setattr(*owner_of(model, name), param)
 
 
 def has_no_weights(model: nn.Module) -> bool:
@@ -82,8 +80,8 @@ def load_from_first(model: nn.Module, state: dict[str, Any], device: torch.devic
     model.to_empty(device=torch.device("cpu") if offload else device)
     for name, buffer in buffers.items():
         if not buffer.is_meta:
-            owner, _, own = name.rpartition(".")
-            model.get_submodule(owner)._buffers[own] = buffer.to(device)
+            owner, own = owner_of(model, name)
+            owner._buffers[own] = buffer.to(device)
     ties.restore(model)
     set_model_state_dict(
         model,

@@ -20,7 +20,7 @@ from ..runtime.mesh import Mesh
 from ..runtime.nested import TensorInformation
 from ..runtime.runtime import Runtime
 from . import materialising
-from .base import Batch, Strategy
+from .base import Batch
 from .cutting import Division, divide, parameters_elsewhere, stage_starts
 from .dtensors import whole
 from .schedules import Pipeline, pipeline_of
@@ -88,11 +88,11 @@ class PipelineParallel(MeshParallel):
         skeleton = Skeleton(model, division, self.runtime.device)
         keep_stages(model, division, skeleton, own)
         if place and self.mesh.sharding is None:
-            Strategy._place(self, model)
+            self._move(model)
         views = [StageView(model, division, skeleton, index) for index in own]
         for view in views:
             inside = set(view.module.modules())
-            self._spread(view.module, [unit for unit in units if unit in inside])
+            self._spread(view.module, self._steps_over([unit for unit in units if unit in inside]))
             view.take_over()
             view.begin()
         vars(model).pop("_original_forward", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+from ..config.deepspeed import DeepSpeedPlugin
 from ..config.origins import NOT_YET
 from ..config.parallelism import ParallelismConfig
 from ..config.plugins import DistributedDataParallelKwargs
@@ -22,6 +24,7 @@ def strategy_for(
     *,
     ddp: DistributedDataParallelKwargs | None = None,
     sharding: FullyShardedDataParallelPlugin | None = None,
+    deepspeed: Mapping[str, DeepSpeedPlugin] | None = None,
     parallelism: ParallelismConfig | None = None,
     mixed_precision: str = "no",
 ) -> Strategy:
@@ -31,6 +34,8 @@ def strategy_for(
             raise UnsupportedSettingError(f"sp_size={parallelism.sp_size}", f"it is DeepSpeed's, and {NOT_YET}",
                                           "Use cp_size to split sequences.")  # fmt: skip
         parallelism.fitted(runtime.num_processes)
+    if deepspeed is not None:
+        return _engines_of(runtime, deepspeed, sharding, parallelism)
     if runtime.num_processes == 1:
         if sharding is not None:
             logger.info("There is one process: nothing is sharded, and the settings of FSDP have no effect.")
@@ -52,6 +57,25 @@ def strategy_for(
 
         return PipelineParallel(runtime, mesh, sharding, mixed_precision)
     return MeshParallel(runtime, mesh, sharding)
+
+
+def _engines_of(
+    runtime: Runtime,
+    plugins: Mapping[str, DeepSpeedPlugin],
+    sharding: FullyShardedDataParallelPlugin | None,
+    parallelism: ParallelismConfig | None,
+) -> Strategy:
+    if sharding is not None:
+        raise ValueError("FSDP and DeepSpeed both shard a model: give fsdp_plugin or deepspeed_plugin, not both.")
+    if parallelism is not None and set(parallelism.active_mesh_dims) - {"dp_replicate", "dp_shard"}:
+        raise UnsupportedSettingError(
+            f"ParallelismConfig with the axes {', '.join(parallelism.active_mesh_dims)} and DeepSpeed",
+            "DeepSpeed lays out the processes itself.",
+            "Say it in DeepSpeed's config, or leave the deepspeed_plugin out.",
+        )
+    from .deepspeed import DeepSpeedEngines  # here, because only runs that ask for it have the package
+
+    return DeepSpeedEngines(runtime, plugins)
 
 
 def _over_all(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:

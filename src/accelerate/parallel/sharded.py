@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,18 @@ from ..config.sharding import FullyShardedDataParallelPlugin
 from ..runtime.mesh import Mesh
 from ..runtime.runtime import Runtime
 from . import materialising
-from .base import Bundle, Capabilities, Strategy
+from .base import Capabilities, Steps, Strategy
 from .context import split_sequences
-from .dtensors import mesh_of, spread_like, whole
+from .dtensors import gathered, mesh_of, spread_like, whole
 from .tensor import split_layers
+from .unwrapping import own_name
 from .wrapping import ignored_parameters, units_of
 
 
 class MeshParallel(Strategy):
     """Spread every model over one mesh. FSDP2, HSDP, tensor parallelism and any product of them."""
+
+    mesh: Mesh
 
     def __init__(self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(runtime)
@@ -63,15 +66,6 @@ class MeshParallel(Strategy):
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Spread the models; those for evaluation stay whole, and are moved as they are."""
-        prepared = super().prepare(bundle)
-        if bundle.evaluation:
-            for model, place in zip(bundle.models, bundle.place_models, strict=True):
-                if place:
-                    Strategy._place(self, model)
-        return prepared
-
     def _place(self, model: nn.Module) -> None:
         """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""
         if self.mesh.sharding is None:
@@ -79,23 +73,44 @@ class MeshParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split, recompute and shard a model in place, as far as each was asked for."""
-        return self._spread(model, units_of(model, self.plugin))
+        return self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
 
-    def _spread(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+    def _spread(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.mesh.size("tp") > 1:
             split_layers(model, self.mesh.config.tp_plan, self.mesh.axis("tp"))
         if self.plugin.activation_checkpointing:
-            self.recompute(units)
+            model = steps.recompute(model)
         if self.mesh.sharding is not None:
-            self._shard(model, units)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if param is not before[name]:
-                self._successors[before[name]] = param
+            model = steps.shard(model)
+        self._follow(before, model)
         return model
 
-    def recompute(self, units: list[nn.Module]) -> None:
-        """Let units forget their activations, and compute them again in the backward pass."""
+    def _follow(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+        """Note which parameters have taken the places of others."""
+        for name, param in model.named_parameters(remove_duplicate=False):
+            old = before.get(own_name(name))
+            if old is not None and old is not param:
+                self._successors[old] = param
+
+    def recompute(self, model: nn.Module) -> nn.Module:
+        """Let the units of a model forget their activations, and compute them again in the backward pass."""
+        return self._recompute(model, units_of(model, self.plugin))
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place."""
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._shard(model, units_of(model, self.plugin))
+        self._follow(before, model)
+        return model
+
+    def _steps_over(self, units: list[nn.Module]) -> Steps:
+        """Return the steps of a model whose units are known."""
+        return Steps(
+            recompute=lambda model: self._recompute(model, units), shard=lambda model: self._shard(model, units)
+        )
+
+    def _recompute(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         if not units:
             raise ValueError(
                 "activation_checkpointing recomputes the blocks of a model, and none were found: name them by "
@@ -105,19 +120,22 @@ class MeshParallel(Strategy):
             if self.plugin.activation_checkpointing_offload:
                 _keep_inputs_on_the_host(unit)
             forget_activations(unit)
+        return model
 
-    def _shard(self, model: nn.Module, units: list[nn.Module]) -> None:
+    def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         plugin = self.plugin
         ignored = ignored_parameters(model, plugin)
         options: dict[str, Any] = {
             "mesh": self.mesh.sharding,
-            "reshard_after_forward": plugin.reshard_after_forward,
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored or None,
         }
         policy = plugin.mixed_precision_policy
         inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
         outer = {} if policy is None else {"mp_policy": policy}
+        inner["reshard_after_forward"] = plugin.reshard_after_forward
+        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
+        outer["reshard_after_forward"] = None if plugin.reshard_after_forward is True else plugin.reshard_after_forward
         from_first = bool(plugin.cpu_ram_efficient_loading)
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
@@ -127,10 +145,13 @@ class MeshParallel(Strategy):
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
             fully_shard(unit, **options, **(outer if unit is model else inner))
+        if plugin.reshard_after_forward:
+            model.register_forward_hook(_reshard_where_no_backward_follows)
         if from_first:
             materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
         for param in ignored:
             param.data = param.data.to(self.runtime.device)
+        return model
 
     def _offload_policy(self) -> Any:
         policy = self.plugin.cpu_offload
@@ -147,7 +168,8 @@ class MeshParallel(Strategy):
                     optimizer.state[param][name] = spread_like(value, param)
         if len({mesh_of(param) for param in params}) > 1:
             for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
-                group["foreach"] = False if "foreach" in group else group.get("foreach")
+                if "foreach" in group:
+                    group["foreach"] = False
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -198,12 +220,10 @@ class MeshParallel(Strategy):
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
-        state: dict[str, Any] = {}
-        for name, value in model.state_dict().items():
-            gathered = whole(value).cpu() if isinstance(value, Tensor) else value
-            if self.runtime.is_main_process:
-                state[name] = gathered
-        return state
+        state = gathered(model.state_dict())
+        if not self.runtime.is_main_process:
+            return {}
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
@@ -221,6 +241,11 @@ def _synchronising(model: FSDPModule, synchronise: bool) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, model).reshard()
 
 
 def _keep_inputs_on_the_host(unit: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..runtime.modules import owner_of
 from ..runtime.nested import leaves, recursively_apply
 from .cutting import Division
 from .surveying import Handover, Skeleton, tensors_of
@@ -162,9 +163,9 @@ def keep_stages(model: nn.Module, division: Division, skeleton: Skeleton, stages
     """Leave in the user's model what these stages own, under its own names."""
     for full, stage in division.loose.items():
         if stage not in stages:
-            owner, _, own = full.rpartition(".")
-            replace_by_ghost(model.get_submodule(owner), own, skeleton.model.get_submodule(owner))
+            owner, own = owner_of(model, full)
+            replace_by_ghost(owner, own, owner_of(skeleton.model, full)[0])
     for full, part_stage in division.parts.items():
         if part_stage is not None and part_stage not in stages:
-            owner, _, own = full.rpartition(".")
-            model.get_submodule(owner)._modules[own] = Absent(skeleton.model.get_submodule(full))
+            owner, own = owner_of(model, full)
+            owner._modules[own] = Absent(skeleton.model.get_submodule(full))

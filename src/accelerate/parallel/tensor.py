@@ -122,3 +122,9 @@ def _let_losses_take_split_vocabularies() -> None:
 
 
 _loss_context: Any = None
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many processes a library has split a model's layers, as it noted in `tp_size`; None without."""
+    size = getattr(model, "tp_size", None)
+    return None if size is None else int(size)

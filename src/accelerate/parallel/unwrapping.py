@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..precision.amp import remove_forward_wrapper
 
+_WRAPPERS_IN_NAMES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 _PARALLEL_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def own_name(name: str) -> str:
+    """Return a parameter's name in the user's own model."""
+    for wrapper in _WRAPPERS_IN_NAMES:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    """Return the classes whose instances hold the user's model in `module`; DeepSpeed's only where it is loaded."""
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return _PARALLEL_WRAPPERS if engine is None else (*_PARALLEL_WRAPPERS, engine)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -29,8 +45,9 @@ def extract_model_from_parallel(
     compiled = None
     if is_compiled_module(model):
         compiled, model = model, model._orig_mod  # type: ignore[assignment]
-    while isinstance(model, _PARALLEL_WRAPPERS):
-        model = model.module
+    wrappers = _wrappers()
+    while isinstance(model, wrappers):
+        model = model.module  # type: ignore[assignment]
         if is_compiled_module(model):
             compiled, model = model, model._orig_mod  # type: ignore[assignment]
     if recursive:
@@ -42,3 +59,9 @@ def extract_model_from_parallel(
         # What was compiled may be the parallel wrapper, which goes on training: it is not changed.
         return compiled if compiled._orig_mod is model else type(compiled)(model, compiled.dynamo_ctx)
     return model
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Tell whether a model is one of peft's, which is only so if peft was imported."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

@@ -23,7 +23,7 @@ def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
     Two units may not share a weight, because it would be gathered for the one and freed under the other: such modules
     stay with the model.
     """
-    wanted = _choice(model, plugin)
+    wanted = fsdp2_prepare_auto_wrap_policy(plugin, model)
     chosen = [module for module in _inside_out(model) if module is not model and wanted(module)]
     tied = _modules_with_shared_weights(model, chosen)
     if tied:
@@ -32,7 +32,14 @@ def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
     return [module for module in chosen if module not in tied]
 
 
-def _choice(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool]:
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool]:
+    """Return a function that tells which modules of a model the plugin makes units.
+
+    It has its published name, because other libraries overwrite it.
+    """
+    plugin = fsdp2_plugin
     policy = plugin.auto_wrap_policy
     if callable(policy):
         given: Callable[..., bool] = policy
@@ -119,10 +126,6 @@ def ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin)
 
 def _modules_with_shared_weights(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     owners: dict[int, set[int]] = {}
-    inner: set[int] = set()
-    for unit in units:
-        for module in unit.modules():
-            inner.add(id(module))
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None:

@@ -12,9 +12,9 @@ from .full import FullPrecision
 
 
 def precision_for(
-    name: str, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs, fp8: Fp8Settings
+    name: str, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs | None, fp8: Fp8Settings
 ) -> FullPrecision:
-    """Return the object for a number format: the only branch on its name."""
+    """Return the object for a number format: the only branch on its name. Without a scaler somebody else scales."""
     if name == PrecisionType.FP8:
         from .fp8 import Fp8Precision  # here: few runs need it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config.plugins import AutocastKwargs, GradScalerKwargs
 from ..runtime.device import supports_low_precision
 from ..runtime.nested import convert_to_fp32
+from ..runtime.runtime import Runtime
 from .full import FullPrecision
 from .scaler import SharedGradScaler
 
@@ -100,3 +101,17 @@ def remove_forward_wrapper(model: nn.Module) -> None:
         del model.__dict__["forward"]
     else:
         model.forward = original
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast of the newest `Accelerator`'s number format, or a context that does nothing."""
+    runtime = Runtime.current()
+    dtype = _DTYPES.get(str((runtime.training or {}).get("_mixed_precision")))
+    if not native_amp or dtype is None:
+        return nullcontext()
+    return torch.autocast(runtime.device.type, dtype=dtype, **(autocast_kwargs or AutocastKwargs()).to_kwargs())
+
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -45,14 +45,16 @@ class Fp8Precision(AmpPrecision):
         if self.config.emulate:
             _say_that_it_is_emulated(device.type)
 
-    def convert(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module, to_fp8: Callable[..., None]) -> None:
         """Let linear layers compute in fp8, in place, and tell which."""
         if has_ao_layers(model):
             _say(f"{type(model).__name__} has fp8 layers already, and stays as it is.")
             return
         chosen, left = _choice(model, self.filter)
-        _swap(model, chosen, self.config)
-        _report(model, chosen, left)
+        to_fp8(model, config=self.config, module_filter_func=self.filter)
+        converted = [name for name in (*chosen, *left) if isinstance(model.get_submodule(name), _fp8_linear())]
+        others = dict.fromkeys(chosen, "what was put in the place of convert_model_to_fp8_ao leaves it out") | left
+        _report(model, converted, {name: reason for name, reason in others.items() if name not in converted})
 
 
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Filter | None = None) -> None:
@@ -131,7 +133,7 @@ def _odd_sizes(module: nn.Linear) -> bool:
     return module.in_features % _DIVISOR != 0 or module.out_features % _DIVISOR != 0
 
 
-def _report(model: nn.Module, chosen: dict[str, nn.Linear], left: dict[str, str]) -> None:
+def _report(model: nn.Module, chosen: list[str], left: dict[str, str]) -> None:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in left.items():
         by_reason[reason].append(name or type(model).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,11 @@ class FullPrecision:
     fp8_backend = FP8BackendType.NO
     """Who computes in fp8, where anybody does."""
 
-    def convert(self, model: nn.Module) -> None:
-        """Exchange layers for ones that compute in this format, in place; their parameters stay the same objects."""
+    def convert(self, model: nn.Module, to_fp8: Callable[..., None]) -> None:
+        """Exchange layers for ones that compute in this format, in place; their parameters stay the same objects.
+
+        `to_fp8` is the function that does it for fp8, which other libraries overwrite.
+        """
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Make the model's forward pass compute in this format, in place."""

@@ -7,6 +7,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from ..runtime.device import default_device
+
 
 class SharedGradScaler(torch.amp.GradScaler):
     """torch's `GradScaler`, right also when one backward pass feeds several optimizers.
@@ -60,3 +62,8 @@ class SharedGradScaler(torch.amp.GradScaler):
         """Return the scaler's state, with no update outstanding."""
         self.settle()
         return super().state_dict()
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return torch's loss scaler for this machine's device; it knows sharded gradients too."""
+    return torch.amp.GradScaler(default_device().type, **kwargs)

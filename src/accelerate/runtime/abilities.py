@@ -169,12 +169,12 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _needs(package: str) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        @wraps(function)
+    def decorate(func: F) -> F:
+        @wraps(func)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if not has_package(package):
-                raise ImportError(f"{function.__name__} needs the package {package}: pip install {package}.")
-            return function(*args, **kwargs)
+                raise ImportError(f"{func.__name__} needs the package {package}: pip install {package}.")
+            return func(*args, **kwargs)
 
         return cast("F", checked)
 

@@ -80,6 +80,11 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def finest_float(device: torch.device) -> torch.dtype:
+    """Return the most exact floating-point type that a device can compute with."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def distributed_type_of(device: torch.device) -> DistributedType:
     """Return the published name of data parallelism on this kind of device."""
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)

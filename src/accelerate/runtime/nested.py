@@ -240,3 +240,21 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a forward function so that what it returns is fp32."""
     return ConvertOutputsToFp32(model_forward)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the batch size of nested data, or None where it has none."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Write a nested dict into another, level by level, and return that; the source's values count."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -26,6 +27,8 @@ class Runtime:
     """
 
     _current: ClassVar[Runtime | None] = None
+    # The group that a runtime of this process opened, and how: whoever finds it open later owns it.
+    _opened: ClassVar[tuple[weakref.ref[Any], InitProcessGroupKwargs] | None] = None
 
     def __init__(self, *, cpu: bool = False, init_handler: InitProcessGroupKwargs | None = None) -> None:
         self.cpu = cpu or bool(read_setting("cpu"))
@@ -81,6 +84,17 @@ class Runtime:
         return running
 
     @classmethod
+    def forget(cls) -> None:
+        """Forget the runtime. A process group that it opened stays open, and is the next runtime's.
+
+        Libraries do this between two trainings, each rank in its own time: closing the group here would cut off the
+        ranks that still use it, and a second one at the same address would find what the first one left there.
+        """
+        running, cls._current = cls._current, None
+        if running is not None:
+            running._forget_meshes()
+
+    @classmethod
     def reset(cls) -> None:
         """Forget the runtime; a process group it created is closed."""
         running, cls._current = cls._current, None
@@ -105,9 +119,13 @@ class Runtime:
             dist.init_process_group(backend, **options)
             self.owns_group = True
             self.backend = backend.rpartition(":")[2]
+            Runtime._opened = weakref.ref(dist.group.WORLD), handler
         else:
             self.backend = dist.get_backend()
-            self._warn_of_open_group(handler)
+            group, opened_with = Runtime._opened or (lambda: None, None)
+            self.owns_group = group() is dist.group.WORLD
+            if not self.owns_group or handler != opened_with:
+                self._warn_of_open_group(handler)
 
     def _warn_of_open_group(self, handler: InitProcessGroupKwargs) -> None:
         ignored = handler.to_kwargs()
@@ -123,6 +141,9 @@ class Runtime:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
+        self._forget_meshes()
+
+    def _forget_meshes(self) -> None:
         if self.meshes:
             from .mesh import forget_meshes
 
@@ -181,3 +202,8 @@ def _process_info() -> ProcessInfo:
         return info
     local = int(read("LOCAL_RANK") or rank)
     return ProcessInfo(rank=rank, world_size=world_size, local_rank=local, local_world_size=world_size, launcher="user")
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has come here."""
+    Runtime.current().barrier()

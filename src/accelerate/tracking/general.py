@@ -36,7 +36,7 @@ class GeneralTracker:
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the settings of the run."""
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of one step."""
 
     def finish(self) -> None:

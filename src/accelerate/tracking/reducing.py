@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedOperationException
+from ..runtime.device import finest_float
 from ..runtime.runtime import Runtime
 from .values import is_number
 
@@ -31,10 +32,8 @@ def reduced(values: Mapping[str, Any], how: str) -> dict[str, Any]:
     _require_same_names(names, runtime)
     if not names:
         return dict(values)
-    # MPS has no float64, and a loss is not worth a message of its own there.
-    dtype = torch.float32 if runtime.device.type == "mps" else torch.float64
-    together = torch.stack([torch.as_tensor(values[name]).detach().reshape(()).to(runtime.device, dtype)
-                            for name in names])  # fmt: skip
+    numbers = [torch.as_tensor(values[name]).detach().reshape(()) for name in names]
+    together = torch.stack([number.to(runtime.device, finest_float(runtime.device)) for number in numbers])
     dist.all_reduce(together, op=getattr(dist.ReduceOp, _OPERATIONS[how]))
     if how == "mean":
         together /= runtime.num_processes

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..config.enums import LoggerType
-from ..config.packages import has_package
+from ..runtime import abilities
 from .general import GeneralTracker, check
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ CLASS_OF = {
 }
 """Name of the tracker, of the module that adapts it and, but for `jsonl`, of its package -> the class."""
 
-_PACKAGES_OF = {"jsonl": (), "tensorboard": ("tensorboard", "tensorboardX")}
 _registered: dict[str, type[GeneralTracker]] = {}
 
 
@@ -53,8 +52,10 @@ def class_named(name: str) -> type[GeneralTracker]:
 
 def is_installed(name: str) -> bool:
     """Tell whether the package a tracker needs is there."""
-    packages = _PACKAGES_OF.get(name, (name,))
-    return name in _registered or not packages or any(map(has_package, packages))
+    if name in _registered or name == "jsonl":
+        return True
+    # By the published function, because other libraries overwrite it where a client is installed and broken.
+    return bool(getattr(abilities, f"is_{name}_available")())
 
 
 def get_available_trackers() -> list[LoggerType]:

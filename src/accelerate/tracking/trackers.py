@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..runtime.device import is_cpu
 from ..runtime.runtime import rank_of_this_process
 from .general import BlankTracker, GeneralTracker
 from .reducing import reduced
@@ -91,7 +92,7 @@ class Trackers:
 
     def named(self, name: str, unwrap: bool) -> Any:
         """Return one tracker, or the client's own object."""
-        names = [str(item if isinstance(item, str) else getattr(item, "name", "")) for item in self.asked_for]
+        names = [_name_of(item) for item in self.asked_for]
         if name not in names:
             raise ValueError(f"There is no tracker {name!r}: log_with has {', '.join(names) or 'none'}.")
         if not self._begun:
@@ -127,12 +128,16 @@ class Trackers:
         self._warned = True
 
     def _warn_about_unknown(self, options: Iterable[str], argument: str) -> None:
-        names = {str(item if isinstance(item, str) else getattr(item, "name", "")) for item in self.asked_for}
+        names = {_name_of(item) for item in self.asked_for}
         unknown = [key for key in options if key not in names]
         if unknown and not self._warned:
             self._warned = True
             logger.warning("%s is for %s, and log_with has no such tracker (it has %s): ignored.",
                            argument, ", ".join(unknown), ", ".join(sorted(names)) or "none")  # fmt: skip
+
+
+def _name_of(asked_for: str | GeneralTracker) -> str:
+    return str(asked_for if isinstance(asked_for, str) else getattr(asked_for, "name", ""))
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,8 +149,8 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            on_host = value.device.type == "cpu"
-            copied[name] = value.item() if on_host and value.numel() == 1 else value.detach().clone()
+            readable = is_cpu(value.device) and value.numel() == 1
+            copied[name] = value.item() if readable else value.detach().clone()
         elif isinstance(value, dict):
             copied[name] = _copied(value)
         else:

@@ -44,12 +44,14 @@ class Record:
         """Return the values with numbers for tensors of one element; waits for the device the first time."""
         with self._lock:
             if not self._settled:
-                self.values = {name: _number(value) for name, value in self.values.items()}
+                self.values = _numbers(self.values)
                 self._settled = True
             return self.values
 
 
-def _number(value: Any) -> Any:
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _numbers(inner) for name, inner in value.items()}
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -88,10 +90,7 @@ class Writer:
         """Take a record over; does not wait, unless the tracker asked to be called from here."""
         if self._thread is None:
             self._hand_over(record)
-        self.raise_if_strict()
-        if self._thread is None:
-            return
-        if self.disabled:
+        elif self.disabled:
             self.lost += 1
         elif self._records.qsize() >= LARGEST_BACKLOG:
             if self.lost == 0:
@@ -99,6 +98,7 @@ class Writer:
             self.lost += 1
         else:
             self._records.put(record)
+        self.raise_if_strict()
 
     def raise_if_strict(self) -> None:
         """Raise what went wrong in the tracker, if that was asked for."""

@@ -1,8 +1,10 @@
 """Published path of the plugins and choices; they live in `accelerate.config`."""
 
 from ..config.compilation import TorchDynamoPlugin
+from ..config.deepspeed import DeepSpeedPlugin
 from ..config.enums import (
     BaseEnum,
+    ComputeEnvironment,
     CustomDtype,
     DDPCommunicationHookType,
     DistributedType,
@@ -32,6 +34,8 @@ from ..config.plugins import (
 )
 from ..config.quantization import BnbQuantizationConfig
 from ..config.sharding import FullyShardedDataParallelPlugin
+from ..parallel.megatron import MegatronLMPlugin
+from ..runtime.modules import get_module_class_from_name
 from ..runtime.nested import TensorInformation
 
 __all__ = [
@@ -39,9 +43,11 @@ __all__ = [
     "AutocastKwargs",
     "BaseEnum",
     "BnbQuantizationConfig",
+    "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
@@ -54,6 +60,7 @@ __all__ = [
     "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
     "ParallelismConfig",
     "PipelineConfig",
     "PrecisionType",
@@ -65,4 +72,5 @@ __all__ = [
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "get_module_class_from_name",
 ]

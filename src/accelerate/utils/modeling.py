@@ -1,13 +1,8 @@
 """Published path of what concerns a model's weights: sizes, device maps, tensors moved one by one."""
 
 import logging
-import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import torch
-
-from ..config.plugins import AutocastKwargs
+from ..facade import overwritable
 from ..inference.device_map import (
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -45,42 +40,13 @@ from ..inference.tensors import (
 )
 from ..inference.tensors import proper_dtype as _get_proper_dtype
 from ..inference.weights import load_offloaded_weights
-from ..parallel.unwrapping import extract_model_from_parallel
-from ..runtime.device import clear_device_cache, default_device
-from ..state import AcceleratorState
+from ..parallel.unwrapping import is_peft_model
+from ..precision.amp import get_mixed_precision_context_manager
+from ..precision.scaler import get_grad_scaler
+from ..runtime.device import clear_device_cache
+from ..saving import id_tensor_storage
 
 logger = logging.getLogger(__name__)
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return what tensors of one memory have in common: device, address, size."""
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def is_peft_model(model: torch.nn.Module) -> bool:
-    """Tell whether a model is one of peft's, which is only so if peft was imported."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
-
-
-def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler for this machine's device."""
-    return torch.amp.GradScaler(default_device().type, **kwargs)
-
-
-def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> AbstractContextManager[Any]:
-    """Return the autocast of the newest `Accelerator`'s number format, or a context that does nothing."""
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-    state = AcceleratorState()
-    dtype = dtypes.get(str(state.mixed_precision))
-    if not native_amp or dtype is None:
-        return nullcontext()
-    options = (autocast_kwargs or AutocastKwargs()).to_kwargs()
-    return torch.autocast(device_type=state.device.type, dtype=dtype, **options)
-
 
 __all__ = [
     "_get_proper_dtype",
@@ -120,3 +86,5 @@ __all__ = [
     "retie_parameters",
     "set_module_tensor_to_device",
 ]
+
+overwritable(__name__, {"clear_device_cache": (".inference.tensors", ".inference.hooks")})

@@ -1,35 +1,47 @@
 """Published path of what fits nowhere else."""
 
 from ..commands.config.default import write_basic_config
+from ..inference.sizes import convert_bytes
+from ..launch.network import get_free_port, is_port_in_use
 from ..parallel.compilation import (
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
     has_compiled_regions,
+    has_repeated_blocks,
+    is_repeated_blocks,
     model_has_dtensor,
 )
+from ..parallel.tensor import get_model_tp_size
 from ..parallel.unwrapping import extract_model_from_parallel, is_compiled_module
-from ..runtime.bars import tqdm
-from ..runtime.runtime import Runtime
-from ..saving import clean_state_dict_for_safetensors, save
-
-
-def wait_for_everyone() -> None:
-    """Wait until every process has come here."""
-    Runtime.current().barrier()
-
+from ..runtime.hardware import check_os_kernel
+from ..runtime.modules import get_module_children_bottom_up, get_pretty_name, recursive_getattr
+from ..runtime.nested import merge_dicts
+from ..runtime.runtime import wait_for_everyone
+from ..saving import clean_state_dict_for_safetensors, load, save
 
 __all__ = [
+    "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "compile_regions",
     "compile_regions_deepspeed",
     "compile_regions_fsdp2",
+    "convert_bytes",
     "extract_model_from_parallel",
+    "get_free_port",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
     "has_compiled_regions",
+    "has_repeated_blocks",
     "is_compiled_module",
+    "is_port_in_use",
+    "is_repeated_blocks",
+    "load",
+    "merge_dicts",
     "model_has_dtensor",
+    "recursive_getattr",
     "save",
-    "tqdm",
     "wait_for_everyone",
     "write_basic_config",
 ]

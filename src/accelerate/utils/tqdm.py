@@ -1,0 +1,5 @@
+"""Published path of progress bars; they live in `accelerate.runtime.bars`."""
+
+from ..runtime.bars import tqdm
+
+__all__ = ["tqdm"]

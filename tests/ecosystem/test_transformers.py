@@ -1,0 +1,71 @@
+"""transformers and PEFT: Trainer, and models with device maps, on our package; Trainer also beside accelerate 1.15."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from .libraries import folder, needs_libraries, run_scenario, run_with_torchrun
+
+pytestmark = [needs_libraries, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trainer_trains_evaluates_predicts_saves_and_resumes(world_size: int, tmp_path: Path) -> None:
+    found = run_scenario("trainer", "plain", world_size=world_size, directory=tmp_path)
+    assert found["wrapped"] == ("BertForSequenceClassification" if world_size == 1 else "DistributedDataParallel")
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    assert found["resumed_losses"] == found["losses"], "a resumed run carries the history and repeats the rest"
+    assert found["resumed_off_by"] == 0.0
+    assert found["evaluated"]["eval_count"] == 29, "every sample once, though 29 is no multiple"
+    assert found["evaluated"]["eval_accuracy"] == 1.0
+    assert found["predicted"] == [29, 3]
+    assert found["predictions_off_by"] < 1e-6
+    assert found["accumulated"]["moved"] > 1e-2
+    assert found["accumulated"]["off_by"] < 1e-5
+    assert found["bf16"]["dtype"] == "torch.float32"
+    assert found["bf16"]["losses"] != found["losses"]
+    assert found["bf16"]["losses"] == pytest.approx(found["losses"], rel=0.02)
+
+
+def test_trainer_shards_with_fsdp(tmp_path: Path) -> None:
+    found = run_scenario("trainer", "fsdp", world_size=2, directory=tmp_path)
+    assert found["kinds"] == ["DTensor"]
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["resumed_losses"] == found["losses"]
+    assert found["resumed_off_by"] == 0.0
+    assert found["evaluated"] == 29
+    assert found["ddp_off_by"] < 1e-6, "as by DDP"
+    assert found["saved_off_by"] < 1e-6
+
+
+@pytest.mark.parametrize(("world_size", "tolerance"), [(1, 0.0), (2, 1e-6)])
+def test_trainer_ends_where_it_ends_with_accelerate_1_15(world_size: int, tolerance: float, tmp_path: Path) -> None:
+    ended = {}
+    for name, path in {"ours": {}, "reference": {"PYTHONPATH": folder("reference")}}.items():
+        file = tmp_path / f"{name}.pt"
+        found = run_with_torchrun("trainer_parameters", file, world_size=world_size, directory=tmp_path, **path)
+        assert found["processes"] == world_size
+        ended[found["version"]] = torch.load(file, weights_only=True)
+    assert list(ended) == [importlib.metadata.version("accelerate"), "1.15.0"]
+    ours, theirs = ended.values()
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= tolerance
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size: int, tmp_path: Path) -> None:
+    found = run_scenario("device_maps", world_size=world_size, directory=tmp_path)
+    assert len(found["placed"]) == world_size
+    for placed in found["placed"]:
+        assert {name: result["off_by"] for name, result in placed.items()} == dict.fromkeys(placed, 0.0)
+        assert placed["disk"]["places"] == placed["auto, little memory"]["places"] == ["cpu", "disk"]
+    lora = found["lora"]
+    assert lora["losses"][-1] < 0.95 * lora["losses"][0]
+    assert lora["base_moved"] == 0.0
+    assert lora["ranks_agree"] == 0.0
+    assert lora["changed_outputs"] > 1e-2
+    assert max(lora["off_by"].values()) < 1e-6
