@@ -442,12 +442,10 @@ class Accelerator(ProcessMethods):
                 "Use another optimizer.",
             )
         if num_items is not None:
-            self.window.backward_per_item(loss, num_items, lambda part: self._run_backward(part, **kwargs))
+            run = self.strategy.backward
+            self.window.backward_per_item(loss, num_items, lambda part: run(self.precision.scale(part), **kwargs))
             return
-        self._run_backward(self.window.share_of_mean(loss), **kwargs)
-
-    def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.strategy.backward(self.precision.scale(loss), **kwargs)
+        self.strategy.backward(self.precision.scale(self.window.share_of_mean(loss)), **kwargs)
 
     def forward_backward(
         self,

@@ -83,7 +83,7 @@ def test_a_module_and_a_program_of_its_own(folder: Path) -> None:
     [
         (["--num_proceses", "2", "show.py"], "--num_proceses is unknown. Did you mean --num_processes?"),
         (["--mixed_precision", "fp17", "show.py"], "invalid choice: 'fp17'"),
-        (["--use_deepspeed", "show.py"], "DeepSpeed (flag --use_deepspeed) cannot be used"),
+        (["--use_megatron_lm", "show.py"], "Megatron-LM (flag --use_megatron_lm) cannot be used"),
         (["--config_file", "none.yaml", "show.py"], "none.yaml does not exist"),
         (["--num_machines", "2", "--machine_rank", "0", "show.py"], "give --main_process_ip"),
         (["--num_processes", "2", "--rdzv_conf", "timeout", "show.py"], "write key=value"),

@@ -23,19 +23,18 @@ from accelerate import (
     dispatch_model,
 )
 from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
-from accelerate.utils import CustomDtype, TorchDynamoPlugin
+from accelerate.utils import CustomDtype, DeepSpeedPlugin, TorchDynamoPlugin
 
 from .facts import rows
 
 # (class, member) -> why it is not here.
 LEFT_OUT = {
-    ("Accelerator", "deepspeed_ulysses_dl_adapter"): "DeepSpeed",
+    ("Accelerator", "deepspeed_ulysses_dl_adapter"): "DeepSpeed's sequence parallelism is not here",
     ("ParallelismConfig", "_get_mesh"): "axolotl overwrites it for an axis of experts, which meshes here do not have",
     ("ParallelismConfig", "_validate_accelerator"): "the same",
     ("PartialState", "_prepare_backend"): "unsloth overwrites it; devices and backends are chosen in runtime/device.py",
 }
-OF_OTHER_ENGINES = {"DeepSpeedPlugin": "DeepSpeed", "HfDeepSpeedConfig": "DeepSpeed", "MegatronLMPlugin": "Megatron-LM"}
-MEMBERS = [row for row in rows("members_how.tsv") if row[0] not in OF_OTHER_ENGINES]
+MEMBERS = [row for row in rows("members_how.tsv") if row[0] != "MegatronLMPlugin"]  # an engine that is not here
 
 
 @cache
@@ -48,6 +47,7 @@ def objects(folder: str) -> dict[str, list[Any]]:
     )
     away: AlignDevicesHook = model[1]._hf_hook  # type: ignore[assignment]
     prepared = accelerator.prepare_model(model)
+    deepspeed = DeepSpeedPlugin(zero_stage=3)
     return {
         "Accelerator": [accelerator],
         "AcceleratorState": [accelerator.state],
@@ -55,10 +55,12 @@ def objects(folder: str) -> dict[str, list[Any]]:
         "CustomDtype": [CustomDtype],
         "DDPCommunicationHookType": [DDPCommunicationHookType],
         "DataLoaderConfiguration": [DataLoaderConfiguration()],
+        "DeepSpeedPlugin": [deepspeed],
         "DistributedDataParallelKwargs": [DistributedDataParallelKwargs()],
         "DistributedType": [DistributedType, DistributedType.NO],
         "FullyShardedDataParallelPlugin": [FullyShardedDataParallelPlugin()],
         "GradScalerKwargs": [GradScalerKwargs()],
+        "HfDeepSpeedConfig": [deepspeed.hf_ds_config],
         "GradientState": [accelerator.gradient_state],
         "ModelHook(_hf_hook)": [away, SequentialHook(away), CpuOffload()],
         "ParallelismConfig": [ParallelismConfig()],

@@ -177,7 +177,7 @@ class DeepSpeedEngines(Strategy):
                     f"DummyScheduler stands in for the scheduler of DeepSpeed's config, and {self.plugin.source} has "
                     "none: write one, or give lr_scheduler_callable."
                 )
-            return DeepSpeedSchedulerWrapper(engine.lr_scheduler)
+            return DeepSpeedSchedulerWrapper(engine.lr_scheduler, engine.optimizer)
         if isinstance(optimizer, DummyOptim):
             raise ValueError(
                 f"{type(scheduler).__name__} was made for a DummyOptim, which prepare() has replaced. Give "

@@ -65,7 +65,7 @@ class DeepSpeedSchedulerWrapper:
 
     _is_accelerate_prepared = True
 
-    def __init__(self, scheduler: Any, optimizers: Any = None) -> None:
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
 
