@@ -37,7 +37,7 @@ from .say import quieted, say
 from .signals import answer_with, answered_by
 from .verdict import Ending, judge
 
-SECONDS_FOR_OTHERS_TO_FAIL = 0.5
+SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 """After the first failure, so that ranks which fail by themselves can say so."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
