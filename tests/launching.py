@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,24 +29,43 @@ def run_script(script: Path, *arguments: object, world_size: int, directory: Pat
         command += ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
         command += ["--master_port", str(free_port())]
     command += [str(script), *map(str, arguments)]
-    process = subprocess.Popen(
+    return run_to_success(
+        command, script.name, directory=directory, env=os.environ | _ENVIRONMENT, time_limit=time_limit
+    )
+
+
+def run_to_success(
+    command: Sequence[str], name: str, *, directory: Path, env: Mapping[str, str], time_limit: float
+) -> str:
+    """Run a command until it ends, and return what it printed; fail the test unless it succeeds."""
+    process = _start(command, directory, env)
+    printed, complaints = _finish(process, name, time_limit)
+    if process.returncode != 0:
+        pytest.fail(f"{name} ended with {process.returncode}.\n{printed[-4000:]}\n{complaints[-8000:]}")
+    return printed
+
+
+def _start(command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         cwd=directory,
-        env=os.environ | _ENVIRONMENT,
+        env=env,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that torchrun's workers can be ended with it
+        start_new_session=True,  # so that the processes it starts can be ended with it
     )
+
+
+def _finish(process: subprocess.Popen[str], name: str, time_limit: float) -> tuple[str, str]:
+    """Return what a process printed and complained of; fail the test if it does not end in time."""
     try:
-        printed, complaints = process.communicate(timeout=time_limit)
+        return process.communicate(timeout=time_limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         printed, complaints = process.communicate()
-        pytest.fail(f"{script.name} did not end within {time_limit:.0f} s.\n{printed}\n{complaints[-4000:]}")
-    if process.returncode != 0:
-        pytest.fail(f"{script.name} ended with {process.returncode}.\n{printed}\n{complaints[-4000:]}")
-    return printed
+        pytest.fail(f"{name} did not end within {time_limit:.0f} s.\n{printed[-4000:]}\n{complaints[-4000:]}")
 
 
 COMMAND = Path(sys.executable).with_name("accelerate")
@@ -76,28 +96,12 @@ def environment(directory: Path, **variables: str) -> dict[str, str]:
 
 def start_accelerate(*words: object, directory: Path, **variables: str) -> subprocess.Popen[str]:
     """Start the `accelerate` command and return its process."""
-    return subprocess.Popen(
-        [str(COMMAND), *map(str, words)],
-        cwd=directory,
-        env=environment(directory, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return _start([str(COMMAND), *map(str, words)], directory, environment(directory, **variables))
 
 
 def run_accelerate(*words: object, directory: Path, time_limit: float = 100.0, **variables: str) -> Launched:
     """Run the `accelerate` command until it ends, however it ends."""
     started = time.monotonic()
     process = start_accelerate(*words, directory=directory, **variables)
-    try:
-        printed, complaints = process.communicate(timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, complaints = process.communicate()
-        pytest.fail(
-            f"accelerate {' '.join(map(str, words))} did not end within {time_limit:.0f} s.\n{complaints[-4000:]}"
-        )
+    printed, complaints = _finish(process, f"accelerate {' '.join(map(str, words))}", time_limit)
     return Launched(code=process.returncode, printed=printed, complaints=complaints, seconds=time.monotonic() - started)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import environment
+from tests.launching import environment, run_to_success
 from tests.ranks.pool import free_port
 
 PYTHON = os.environ.get("ACCELERATE_LIBRARIES_PYTHON", "")
@@ -50,25 +48,9 @@ def run_with_torchrun(
 
 def run_command(*command: str, directory: Path, time_limit: float = 200.0, **variables: str) -> str:
     """Run a command of the venv in a directory; return what it printed, and fail the test unless it succeeds."""
-    process = subprocess.Popen(
-        command,
-        cwd=directory,
-        env=environment(directory, **_OFFLINE, PATH=f"{Path(PYTHON).parent}:{os.environ['PATH']}", **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, complaints = process.communicate(timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, complaints = process.communicate()
-        pytest.fail(f"{command} did not end within {time_limit:.0f} s.\n{printed[-4000:]}\n{complaints[-4000:]}")
-    if process.returncode != 0:
-        pytest.fail(f"{command} ended with {process.returncode}.\n{printed[-4000:]}\n{complaints[-8000:]}")
-    return printed
+    path = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
+    env = environment(directory, **_OFFLINE, PATH=path, **variables)
+    return run_to_success(command, str(command), directory=directory, env=env, time_limit=time_limit)
 
 
 def folder(name: str) -> str:

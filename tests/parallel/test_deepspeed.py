@@ -80,15 +80,19 @@ def test_the_format_of_the_config_is_that_of_the_run() -> None:
     assert net(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.float32
 
 
+def prepared(stage: int | None) -> tuple[Accelerator, Any, Any, Any]:
+    """Prepare the small transformer for a stage of ZeRO, or for DDP without one."""
+    plugin = None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage))
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    net = model()
+    return accelerator, *accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader(4))
+
+
 @ranks(2)
 def test_two_backward_passes_make_one_step() -> None:
     losses = {}
     for stage in (None, 1, 2, 3):
-        plugin = None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage))
-        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-        net = model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        net, optimizer, batches = accelerator.prepare(net, optimizer, loader(4))
+        accelerator, net, optimizer, batches = prepared(stage)
         losses[stage] = []
         for _, (inputs, targets) in zip(range(4), batches, strict=False):
             first, second = loss_of(net(inputs), targets), loss_of(net(inputs.flip(1)), targets)
@@ -108,11 +112,7 @@ def test_two_backward_passes_make_one_step() -> None:
 def test_gradients_that_no_step_used_can_be_forgotten() -> None:
     losses = {}
     for stage in (None, 0, 1, 2, 3):
-        plugin = None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage))
-        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-        net = model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        net, optimizer, batches = accelerator.prepare(net, optimizer, loader(4))
+        accelerator, net, optimizer, batches = prepared(stage)
         losses[stage] = []
         for number, (inputs, targets) in zip(range(6), batches, strict=False):
             loss = loss_of(net(inputs), targets)

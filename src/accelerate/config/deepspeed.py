@@ -61,13 +61,7 @@ class HfDeepSpeedConfig:
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that a dotted key would be in, None where there is none, and its last word."""
-        *path, last = ds_key_long.split(".")
-        node: Any = self.config
-        for name in path:
-            node = node.get(name)
-            if not isinstance(node, dict):
-                return None, last
-        return node, last
+        return _node_of(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a dotted key."""
@@ -117,10 +111,8 @@ class Claims:
 
     def value_of(self, key: str) -> Any:
         """Return what a key says: None where it says nothing."""
-        node: Any = self.config
-        for name in key.split("."):
-            node = node.get(name) if isinstance(node, dict) else None
-        return node
+        node, last = _node_of(self.config, key)
+        return None if node is None else node.get(last)
 
     def claim(self, key: str, value: Any, origin: str) -> None:
         """Say what a key must be."""
@@ -390,6 +382,16 @@ def _loaded(given: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(config, dict):
         raise ValueError(f"{source} must hold keys and values, not a {type(config).__name__}.")
     return config, source
+
+
+def _node_of(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
+    *path, last = key.split(".")
+    node: Any = config
+    for name in path:
+        node = node.get(name)
+        if not isinstance(node, dict):
+            return None, last
+    return node, last
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

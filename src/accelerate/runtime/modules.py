@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,9 +25,7 @@ def names_in_common(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return what a dotted name means, step by step from an object."""
-    for step in attr.split("."):
-        obj = getattr(obj, step)
-    return obj
+    return attrgetter(attr)(obj)
 
 
 def get_pretty_name(obj: Any) -> str:
