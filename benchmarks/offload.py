@@ -28,12 +28,13 @@ from .interleave import Comparison, summary
 
 LAYERS, WIDTH, ROWS = 32, 2048, 64
 """512 MB of weights in layers of 16 MB."""
-SHARDS = 8
+LOADED_LAYERS, SHARDS = 128, 8
+"""2 GB of weights, for what loads them from shards."""
 ROUNDS_PER_LAP = 15
 
 
-def make_model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).eval()
+def make_model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).eval()
 
 
 def run(rounds: int) -> list[Comparison]:
@@ -41,9 +42,9 @@ def run(rounds: int) -> list[Comparison]:
     laps = 4 + rounds // ROUNDS_PER_LAP
     with tempfile.TemporaryDirectory() as folder:
         save_model_files(
-            make_model().state_dict(),
+            make_model(LOADED_LAYERS).state_dict(),
             Path(folder) / "shards",
-            max_shard_size=LAYERS * WIDTH * WIDTH * 4 // SHARDS + 1_000_000,
+            max_shard_size=LOADED_LAYERS * WIDTH * WIDTH * 4 // SHARDS + 1_000_000,
             safe_serialization=True,
         )
         return [
@@ -57,8 +58,8 @@ def run(rounds: int) -> list[Comparison]:
 
 
 def _forward(folder: Path, laps: int) -> list[Comparison]:
-    model, inputs = make_model(), torch.randn(ROWS, WIDTH)
-    on_disk = make_model()
+    model, inputs = make_model(LAYERS), torch.randn(ROWS, WIDTH)
+    on_disk = make_model(LAYERS)
     on_disk.load_state_dict(model.state_dict())
     disk_offload(on_disk, folder / "offload", execution_device="cpu")
     with torch.no_grad():
@@ -103,7 +104,7 @@ def _read(folder: Path) -> None:
 def _load(folder: Path, laps: int) -> Comparison:
     shards = folder / "shards"
     with init_empty_weights():
-        empty = make_model()
+        empty = make_model(LOADED_LAYERS)
 
     def read() -> None:
         _ = [path.read_bytes() for path in shards.iterdir()]  # all are kept, as the model keeps its weights
@@ -147,7 +148,7 @@ def _in_a_fresh_process(what: str, folder: str, row: str) -> Comparison:
 def memory_of_forward(folder: str) -> tuple[int, int]:
     """Return the bytes of two layers and the activations, and those taken by forward passes from disk."""
     with init_empty_weights():
-        model = make_model()
+        model = make_model(LAYERS)
     index = Path(folder) / "offload"
     disk_offload(model, index, execution_device="cpu")
     inputs = torch.randn(ROWS, WIDTH)
@@ -165,7 +166,7 @@ def memory_of_forward(folder: str) -> tuple[int, int]:
 def memory_of_load(folder: str) -> tuple[int, int]:
     """Return the bytes of the model and a shard, and those taken by loading it."""
     with init_empty_weights():
-        model = make_model()
+        model = make_model(LOADED_LAYERS)
     load_checkpoint_in_model(nn.Linear(1, 1), _tiny(folder))  # imports
     before = resident()
     forget_peak()

@@ -16,7 +16,7 @@ import json, sys
 from pathlib import Path
 from benchmarks import offload
 
-offload.LAYERS, offload.SHARDS = 6, 3
+offload.LAYERS, offload.LOADED_LAYERS, offload.SHARDS = 6, 6, 3
 what, folder = sys.argv[1:]
 print(json.dumps(getattr(offload, what)(folder)))
 """
@@ -28,8 +28,7 @@ from benchmarks import offload
 from accelerate import disk_offload
 from accelerate.checkpoint.model_files import save_model_files
 
-offload.LAYERS = 6
-model = offload.make_model()
+model = offload.make_model(6)
 save_model_files(model.state_dict(), Path(sys.argv[1]) / "shards", max_shard_size="35MB", safe_serialization=True)
 disk_offload(model, Path(sys.argv[1]) / "offload", execution_device="cpu")
 """
