@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.ranks.pool import free_port
@@ -63,9 +64,20 @@ def _finish(process: subprocess.Popen[str], name: str, time_limit: float) -> tup
     try:
         return process.communicate(timeout=time_limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        left = end_tree(process.pid)
         printed, complaints = process.communicate()
-        pytest.fail(f"{name} did not end within {time_limit:.0f} s.\n{printed[-4000:]}\n{complaints[-4000:]}")
+        pytest.fail(f"{name} did not end within {time_limit:.0f} s.\n{left}\n{printed[-4000:]}\n{complaints[-4000:]}")
+
+
+def end_tree(pid: int) -> str:
+    """End a process and all that it started, in whatever session, and return who was still there."""
+    root = psutil.Process(pid)
+    left = []
+    for one in [root, *root.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it ended this moment
+            left.append(f"{one.pid} of {one.ppid()} {one.status()} {one.cmdline()}")
+            one.kill()
+    return "still there:\n" + "\n".join(left)
 
 
 COMMAND = Path(sys.executable).with_name("accelerate")

@@ -49,7 +49,7 @@ from .parallel.unwrapping import extract_model_from_parallel
 from .precision import precision_for
 from .precision.fp8 import convert_model_to_fp8_ao
 from .process_methods import ProcessMethods
-from .runtime import collectives
+from .runtime import collectives, phases
 from .runtime.gradient_state import GradientState
 from .runtime.nested import leaves
 from .saving import save
@@ -441,11 +441,16 @@ class Accelerator(ProcessMethods):
                 f"it is for LOMO optimizers, which step inside the backward pass, and {NOT_YET}",
                 "Use another optimizer.",
             )
+        clock = phases.clock
+        if clock is not None:
+            clock.enter(phases.BACKWARD)
         if num_items is not None:
             run = self.strategy.backward
             self.window.backward_per_item(loss, num_items, lambda part: run(self.precision.scale(part), **kwargs))
-            return
-        self.strategy.backward(self.precision.scale(self.window.share_of_mean(loss)), **kwargs)
+        else:
+            self.strategy.backward(self.precision.scale(self.window.share_of_mean(loss)), **kwargs)
+        if clock is not None:
+            clock.enter(phases.OTHER)
 
     def forward_backward(
         self,
@@ -704,12 +709,13 @@ class Accelerator(ProcessMethods):
         All processes call it. With `wait=False` training goes on once the state is copied; the next save, load or
         `end_training` waits for the files, and raises what went wrong with them.
         """
-        return self.checkpointer.save(
-            None if output_dir is None else os.fspath(output_dir),
-            scaler=self.scaler,
-            safe_serialization=safe_serialization,
-            wait=wait,
-        )
+        with phases.during(phases.SAVING):
+            return self.checkpointer.save(
+                None if output_dir is None else os.fspath(output_dir),
+                scaler=self.scaler,
+                safe_serialization=safe_serialization,
+                wait=wait,
+            )
 
     def load_state(
         self,
@@ -834,7 +840,7 @@ class Accelerator(ProcessMethods):
         if self._trackers is not None:
             self._trackers.finish()
         self.wait_for_everyone()
-        self.state.destroy_process_group()
+        self.state._runtime.leave_group(together=True)
 
     def __repr__(self) -> str:
         return (

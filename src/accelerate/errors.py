@@ -34,5 +34,9 @@ class DistributedOperationException(RuntimeError):
         super().__init__(message)
 
 
+class StuckError(RuntimeError):
+    """Report ranks that wait for each other in vain: who is where, and which rule was broken."""
+
+
 class LaunchError(RuntimeError):
     """Report a launch that cannot begin, before anything was started."""

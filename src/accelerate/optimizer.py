@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .parallel.base import move_optimizer_state
+from .runtime import phases
 from .runtime.gradient_state import GradientState
 from .runtime.nested import send_to_device
 from .runtime.runtime import Runtime
@@ -109,9 +110,16 @@ class AcceleratedOptimizer(Optimizer):
         """Update the parameters, unless gradients are still accumulating."""
         if not self.gradient_state.sync_gradients:
             return None
+        clock = phases.clock
+        if clock is not None:
+            clock.enter(phases.STEP)
         if self.scaler is None:
-            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        return self._scaled_step(self.scaler, closure)
+            result: Any = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        else:
+            result = self._scaled_step(self.scaler, closure)
+        if clock is not None:
+            clock.optimizer_stepped()
+        return result
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:
         if not scaler.is_enabled():

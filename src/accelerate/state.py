@@ -19,6 +19,7 @@ from .parallel.base import Strategy
 from .runtime import device as devices
 from .runtime.gradient_state import GradientState
 from .runtime.runtime import Runtime
+from .watch import watch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,6 +62,7 @@ class PartialState:
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self._runtime = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
+        watch(self._runtime)
 
     @staticmethod
     def _facts(runtime: Runtime) -> dict[str, Any]:
@@ -274,6 +276,7 @@ class AcceleratorState(PartialState):
         **kwargs: Any,
     ) -> None:
         runtime = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
+        watch(runtime)
         if runtime.training is None or mixed_precision is not None or _from_accelerator:
             settings = TrainingSettings.from_arguments(
                 mixed_precision=mixed_precision,

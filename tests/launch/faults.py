@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 KIND, CULPRIT = sys.argv[1], int(sys.argv[2])
 
@@ -47,6 +47,8 @@ def go_wrong() -> None:
                 hoard.append(bytearray(os.urandom(1 << 20) * 64))
         case "import":
             import a_module_that_does_not_exist  # noqa: F401
+        case "stuck":
+            PartialState().wait_for_everyone()
         case "worker":
             list(DataLoader(Samples(), num_workers=1))
 

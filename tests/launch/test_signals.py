@@ -62,12 +62,12 @@ time.sleep(600)
 class Run:
     """A launch whose processes can be found by a mark in their environment."""
 
-    def __init__(self, directory: Path, script: str, *options: object) -> None:
+    def __init__(self, directory: Path, script: str, *options: object, **variables: str) -> None:
         (directory / "train.py").write_text(script)
         self.directory = directory
         self.mark = uuid.uuid4().hex
         words = ("launch", "--cpu", "--num_processes", 2, *options, "train.py")
-        self.launcher = start_accelerate(*words, directory=directory, ACCELERATE_TEST_MARK=self.mark)
+        self.launcher = start_accelerate(*words, directory=directory, ACCELERATE_TEST_MARK=self.mark, **variables)
 
     def wait_for(self, *names: str) -> None:
         for name in names:
@@ -79,18 +79,20 @@ class Run:
     def end(self, seconds: float) -> tuple[int, str]:
         try:
             _, complaints = self.launcher.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the launcher was still there after {seconds} s; so were {self.left()}")
+        except subprocess.TimeoutExpired as late:
+            said = (late.stderr or b"").decode()  # bytes, whatever was asked for
+            pytest.fail(f"the launcher was still there after {seconds} s; so were {self.left()}. It said:\n{said}")
         return self.launcher.returncode, complaints
 
     def left(self) -> list[str]:
-        return [f"{process.pid} {process.cmdline()}" for process in psutil.process_iter() if self.is_ours(process)]
+        return [line for process in psutil.process_iter() if (line := self.line_of(process)) is not None]
 
-    def is_ours(self, process: psutil.Process) -> bool:
+    def line_of(self, process: psutil.Process) -> str | None:
         try:
-            return process.environ().get("ACCELERATE_TEST_MARK") == self.mark and process.status() != "zombie"
-        except psutil.Error:
-            return False
+            is_ours = process.environ().get("ACCELERATE_TEST_MARK") == self.mark and process.status() != "zombie"
+            return f"{process.pid} {process.cmdline()}" if is_ours else None
+        except psutil.Error:  # it ended this moment
+            return None
 
     def expect_nobody(self, seconds: float = 10) -> None:
         wait_until(lambda: not self.left(), seconds, "processes were left", self.left)
@@ -157,7 +159,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: str, tmp_path: Path)
 def test_ctrl_c_at_any_moment_leaves_nobody(moment: int, tmp_path: Path) -> None:
     """ACCELERATE_TEST_MOMENTS=20 tries twenty."""
     delay = (moment + random.random()) * 8 / MOMENTS
-    run = Run(tmp_path, TRAINING)
+    run = Run(tmp_path, TRAINING, COVERAGE_PROCESS_CONFIG="")  # whose start swallows any exception
     time.sleep(delay)
     run.ctrl_c()
     _, complaints = run.end(10)

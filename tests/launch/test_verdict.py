@@ -18,9 +18,10 @@ from tests.launching import COMMAND, Launched, environment, run_accelerate
 FAULTS = Path(__file__).with_name("faults.py")
 
 
-def launch_fault(kind: str, culprit: int, directory: Path) -> Launched:
+def launch_fault(kind: str, culprit: int, directory: Path, **variables: str) -> Launched:
     shutil.copy(FAULTS, directory / "train.py")
-    launched = run_accelerate("launch", "--cpu", "--num_processes", 4, "train.py", kind, culprit, directory=directory)
+    words = ["launch", "--cpu", "--num_processes", 4, "train.py", kind, culprit]
+    launched = run_accelerate(*words, directory=directory, **variables)
     assert time.time() - float((directory / "fault_time").read_text()) < 15
     return launched
 
@@ -67,6 +68,22 @@ def test_every_rank_fails_in_the_same_place(kind: str, cause: str, tmp_path: Pat
     assert cause in launched.panel
     assert "in the same place" in launched.panel
     assert "also " not in launched.panel
+
+
+def test_ranks_that_wait_for_each_other_are_shown_with_the_rule_and_their_lines(tmp_path: Path) -> None:
+    launched = launch_fault("stuck", 2, tmp_path, ACCELERATE_HANG_SECONDS="2")
+    lines = [line.strip() for line in launched.panel.splitlines()]
+    assert "the ranks waited for each other in vain" in lines
+    told = " ".join(lines)
+    here, there = (
+        line_of("            PartialState().wait_for_everyone()"),
+        line_of("        accelerator.reduce(torch.ones(8))"),
+    )
+    assert f"wait_for_everyone() was called on rank 2 only (train.py:{here})" in told
+    assert f"ranks 0-1, 3 wait in reduce() (train.py:{there})" in told
+    assert "collateral" not in launched.panel
+    assert all(len(line) <= 100 for line in launched.panel.splitlines())
+    assert launched.code == 1
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,53 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
     ended = run(WORKER, "train.py", directory=tmp_path, ACCELERATE_LAUNCHER_PID="1")
     assert (ended.returncode, ended.stdout) == (143, "")
+
+
+SWALLOWS_CTRL_C = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100_000): pass
+except KeyboardInterrupt:
+    pass  # as the C++ of the real one does
+"""
+
+
+def test_ctrl_c_is_not_lost_inside_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(SWALLOWS_CTRL_C)
+    (tmp_path / "train.py").write_text("import torch\nprint('goes on')")
+    assert run("train.py", directory=tmp_path).stdout == "goes on\n", "by Python alone it is"
+    launched = run(WORKER, "train.py", directory=tmp_path)
+    assert launched.returncode == -signal.SIGINT
+    assert launched.stdout == ""
+
+
+DESTRUCTOR_SWALLOWS_CTRL_C = """
+import os, signal, time
+
+class Held:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+Held()
+try:
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("saved")
+"""
+
+
+def test_ctrl_c_that_python_ignores_comes_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DESTRUCTOR_SWALLOWS_CTRL_C)
+    bare = run("train.py", directory=tmp_path)
+    assert "Exception ignored" in bare.stderr
+    assert bare.stdout == "", "by Python alone it is lost"
+    launched = run(WORKER, "train.py", directory=tmp_path)
+    assert (launched.returncode, launched.stdout, launched.stderr) == (0, "saved\n", "")
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_once_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "train.py").write_text(f"import torch\n{SWALLOWS_CTRL_C}\nprint('saved')")
+    launched = run(WORKER, "train.py", directory=tmp_path)
+    assert (launched.returncode, launched.stdout) == (0, "saved\n")

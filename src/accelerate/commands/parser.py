@@ -19,6 +19,7 @@ VERBS = {
     "to-fsdp2": "bring a configuration file for FSDP1 into the terms of FSDP2",
     "verify-resume": "prove that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
+    "watch": "show what a step takes on every rank, live in the terminal",
 }
 GIVEN = "_given"
 """Attribute of the namespace: the names of the options that were typed."""

@@ -14,7 +14,7 @@ from .. import __version__
 from ..config.options import spellings
 from .parser import verb_parser
 
-_DEFAULT_PLACE = "runs"
+DEFAULT_PLACE = "runs"
 _PAGE = "report.html"
 _DESCRIPTION = (
     'Show runs that were logged with log_with="jsonl": as one HTML page with interactive charts, which needs no '
@@ -27,7 +27,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = verb_parser(subparsers, "report", _DESCRIPTION)
     parser.add_argument(
         "run_dirs", nargs="*", metavar="RUN_DIR",
-        help=f"folder of a run, or any folder above several; default: {_DEFAULT_PLACE}",
+        help=f"folder of a run, or any folder above several; default: {DEFAULT_PLACE}",
     )  # fmt: skip
     parser.add_argument(
         "-o", *spellings("output"), metavar="FILE", help=f"where to write the page; default: {_PAGE} in RUN_DIR"
@@ -35,7 +35,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(*spellings("open"), action="store_true", help="open the page in a browser")
     parser.add_argument(*spellings("live"), action="store_true", help="show the runs in the terminal while they run")
     parser.add_argument(
-        *spellings("interval"), type=_seconds, default=1.0, metavar="SECONDS",
+        *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS",
         help="time between two looks with --live; default: 1",
     )  # fmt: skip
     parser.add_argument(
@@ -59,7 +59,7 @@ def report_command(args: argparse.Namespace) -> None:
     """Write the page, or show the runs live."""
     from ..report import ReportError
 
-    places = [Path(place) for place in args.run_dirs or [_DEFAULT_PLACE]]
+    places = [Path(place) for place in args.run_dirs or [DEFAULT_PLACE]]
     try:
         if args.live:
             _refuse_with_live(args)
@@ -128,11 +128,12 @@ def _write_whole(file: Path, text: str) -> None:
         ) from None
 
 
-def _seconds(word: str) -> float:
-    seconds = float(word)
-    if not 0.05 <= seconds <= 86400:
+def seconds(word: str) -> float:
+    """Read a time between two looks."""
+    number = float(word)
+    if not 0.05 <= number <= 86400:
         raise argparse.ArgumentTypeError(f"{word} is not a number of seconds from 0.05 on")
-    return seconds
+    return number
 
 
 def _points(word: str) -> int:

@@ -32,6 +32,7 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "cpu": ("ACCELERATE_USE_CPU", bool),
     "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
     "debug": ("ACCELERATE_DEBUG_MODE", bool),
+    "debug_rank": ("ACCELERATE_DEBUG_RANK", int),
     "device": ("ACCELERATE_TORCH_DEVICE", str),
     "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", str),
     "dynamo_mode": ("ACCELERATE_DYNAMO_MODE", str),
@@ -43,6 +44,7 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "fp8_pad_inner_dim": ("ACCELERATE_FP8_PAD_INNER_DIM", bool),
     "fork_launched": ("FORK_LAUNCHED", bool),
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
+    "hang_seconds": ("ACCELERATE_HANG_SECONDS", float),
     "log_level": ("ACCELERATE_LOG_LEVEL", str),
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION", str),
 }

@@ -45,6 +45,7 @@ class LaunchSettings:
     redirects: str = "0"
     quiet: bool = False
     debug: bool = False
+    debug_rank: int | None = None
     explain: bool = False
     module: bool = False
     no_python: bool = False

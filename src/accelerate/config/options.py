@@ -199,6 +199,10 @@ _LAUNCH = (
         help="check every collective operation across ranks, and show torchelastic's log",
     ),
     Option(
+        name="debug_rank", read=int, group=OUTPUT, variable="ACCELERATE_DEBUG_RANK",
+        help="give this rank the terminal: breakpoint() and an exception open the debugger there, the others wait",
+    ),
+    Option(
         name="explain", switch=True, default=False, group=OUTPUT,
         help="print every setting with its origin and the plan of processes, and start nothing",
     ),

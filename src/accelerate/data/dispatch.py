@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..runtime import phases
 from ..runtime.nested import (
     TensorInformation,
     concatenate,
@@ -102,6 +103,10 @@ class DataLoaderDispatcher(PreparedLoader):
             return (self.total_dataset_length - self._start * (self.base_batch_size or 1)) % self.total_batch_size
         except TypeError:
             return -1
+
+    @property
+    def _phase(self) -> int:
+        return phases.WAITING
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..runtime import device as devices
+from ..runtime import phases
 from ..runtime.gradient_state import GradientState
 from ..runtime.nested import send_to_device
 from ..runtime.progress import progress
@@ -199,6 +200,7 @@ class PreparedLoader(DataLoader[Any]):
         position = Position.from_dict(state_dict)
         position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
         self._resume = position
+        self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
     def _dataset_state(self) -> Any:
         """Return the state that an iterable data set keeps itself, as of the batches handed out."""
@@ -238,12 +240,22 @@ class PreparedLoader(DataLoader[Any]):
         mine = self._current = object()
         self.begin()
         try:
-            yield from self._rounds(resume)
+            yield from self._timed(self._rounds(resume))
             self._is_in_epoch = False
             self.iteration += 1
         finally:
             if self._current is mine:  # an older iterator that dies late must not end this one
                 self.end()
+
+    def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Let the clock of this process, if it runs, know when the loop waits for a batch."""
+        clock = phases.clock
+        return rounds if clock is None else clock.feed(rounds, self._phase)
+
+    @property
+    def _phase(self) -> int:
+        """What the time is counted as in which the loop waits for a batch."""
+        return phases.DATA
 
     def _before_epoch(self) -> None:
         """Do what the processes must do together before an epoch."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from ..config.enums import RNGType
+from ..runtime import phases
 from ..runtime.nested import find_batch_size
 from ..runtime.random import synchronize_rng_states
 from .indices import SkipBatchSampler
@@ -197,6 +198,10 @@ class DataLoaderShard(PreparedLoader):
             return self.total_dataset_length % self.total_batch_size
         except TypeError:  # data of unknown length
             return -1
+
+    @property
+    def _phase(self) -> int:
+        return phases.WAITING if self._split_elsewhere else phases.DATA  # these ranks ask each other at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bdb
-import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ from ..config.environment import export_settings, patch_environment, read_settin
 from ..config.plugins import InitProcessGroupKwargs
 from ..config.settings import check_precision
 from ..errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
+from ..runtime.forks import keep_inheritances
 from ..runtime.process import ProcessInfo
 from .devices import count_accelerators
 from .preflight import check_port
@@ -236,7 +236,7 @@ def _new_task(
     function: Callable[..., Any], args: Sequence[Any], start_method: str, line_prefix: str | None = None
 ) -> Iterator[Task]:
     if start_method == "fork":
-        gc.collect()  # [Note: garbage of the parent]
+        keep_inheritances()
     with TemporaryDirectory(prefix="accelerate-launch-") as directory:
         yield Task(
             function=function,

@@ -87,6 +87,7 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         if interface := interface_towards(address):
             variables["GLOO_SOCKET_IFNAME"] = interface
             origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
+    notes += _remarks_on_the_debugged_rank(settings, way, here * machines)
     if cluster is not None and cluster.is_rank:
         notes += _overruled(settings, cluster)
     if cluster is not None and cluster.is_head:
@@ -114,6 +115,22 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         notes=tuple(notes),
         hosts=cluster.hosts if cluster is not None else None,
     )
+
+
+def _remarks_on_the_debugged_rank(settings: LaunchSettings, way: str, num_processes: int) -> list[str]:
+    rank = settings.debug_rank
+    if rank is None:
+        return []
+    if way != "elastic":
+        found = f"debug_rank = {rank} ({settings.origin('debug_rank')}) has no effect: "
+        one = "with one process, breakpoint() and `python -m pdb` work as they are"
+        return [found + (one if num_processes == 1 else f"{way} starts the processes and keeps the terminal") + "."]
+    if not 0 <= rank < num_processes:
+        raise ValueError(
+            f"debug_rank is {rank} ({settings.origin('debug_rank')}), but there are {num_processes} processes: "
+            f"use 0 to {num_processes - 1}."
+        )
+    return []
 
 
 def _overruled(settings: LaunchSettings, cluster: Cluster) -> list[str]:

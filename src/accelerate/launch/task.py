@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import pickle
 import signal
@@ -15,16 +14,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from string import Template
+from types import TracebackType
 from typing import Any
 
 from ..config.environment import export_settings, patch_environment, read
 from ..runtime.process import ProcessInfo
 from .signals import answer_with
-
-# [Note: garbage of the parent]
-# A forked worker inherits what its parent has not collected yet, such as the store of an earlier launch that failed.
-# Its destructor waits for a thread that did not survive the fork: a worker that collected it would hang. So the parent
-# collects before it forks, and a worker never collects what it inherited.
 
 
 class WorkerFailedError(RuntimeError):
@@ -68,8 +63,6 @@ class Task:
         """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
         import torch
 
-        if self.forked:
-            gc.freeze()  # [Note: garbage of the parent]
         here = ProcessInfo.from_environment()
         _print_whole_lines(self._line_prefix_of(here))
         if self.forked or read("OMP_NUM_THREADS") is None:
@@ -116,7 +109,7 @@ class Task:
             "order": (-attempt, time.time_ns()),  # the last attempt's first failure is the one that ended the launch
             "rank": rank,
             "reason": "".join(traceback.format_exception_only(type(error), error)).strip(),
-            "details": "".join(traceback.format_exception(type(error), error, trace)).strip(),
+            "details": "".join(traceback.format_exception(type(error), error, _without_watcher(trace))).strip(),
         }
         draft = self.directory / f"{attempt}-{rank}.draft"
         draft.write_text(json.dumps(failure))
@@ -196,3 +189,16 @@ class _WholeLines:
 def _unpacked(carried: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
     function, args = pickle.loads(carried)
     return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
+
+
+def _without_watcher(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the watcher, which stands in for `sys.exit`."""
+    watcher = Path(__file__).parents[1] / "watch"
+    kept = []
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).parent != watcher:
+            kept.append(trace)
+        trace = trace.tb_next
+    for each in reversed(kept):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace

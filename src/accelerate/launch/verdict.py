@@ -110,6 +110,8 @@ class Verdict:
     @property
     def headline(self) -> str:
         """What happened, in one line."""
+        if _is_stuck(self.culprit):
+            return "the ranks waited for each other in vain"
         where = f" on {self.culprit.machine}" if self.culprit.machine else ""
         return f"rank {self.culprit.rank}{where} failed{self._first}: {describe(self.culprit, self.out_of_memory)}"
 
@@ -145,8 +147,15 @@ def _time(ending: Ending) -> float:
 def _kind(ending: Ending) -> tuple[object, ...]:
     if ending.record is None:
         return (ending.exit_code,)
+    if _is_stuck(ending):
+        return (ending.record["type"],)
     last = ending.record["frames"][-1:] or [{}]
     return ending.record["type"], last[0].get("file"), last[0].get("line")
+
+
+def _is_stuck(ending: Ending) -> bool:
+    """Tell whether a rank was told by the watcher that it waits in vain."""
+    return ending.record is not None and ending.record["type"] == "StuckError"
 
 
 def describe(ending: Ending, out_of_memory: bool = False) -> str:
@@ -184,7 +193,7 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
-    if verdict.collateral:
+    if verdict.collateral and not _is_stuck(culprit):  # there everybody is concerned, and named
         lines += _field("collateral", _collateral(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
@@ -204,6 +213,8 @@ def _field(name: str, text: str, width: int) -> list[str]:
 def _evidence(ending: Ending, width: int) -> list[str]:
     if ending.record is None:
         return _crash_lines(ending.crash)
+    if _is_stuck(ending):
+        return _who_waits_where(ending.record["text"], width)
     shown = []
     if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
         text = ending.record["text"]
@@ -216,6 +227,15 @@ def _evidence(ending: Ending, width: int) -> list[str]:
     for place, frame in places:
         shown.append(f"   {place:<{column}}  in {frame['function']}:  {frame['source']}"[:width].rstrip())
     return shown
+
+
+def _who_waits_where(text: str, width: int) -> list[str]:
+    """Show the watcher's verdict: the rule that was broken, then a line for every place where ranks are."""
+    rule, *places = re.sub(r"^[\w.]+: (Rank \d+: )?", "", text).splitlines()
+    lines = textwrap.wrap(rule, width, initial_indent="   ", subsequent_indent="   ")
+    for place in places:
+        lines += textwrap.wrap(place, width, initial_indent="   ", subsequent_indent=" " * 16, drop_whitespace=True)
+    return lines
 
 
 def _crash_lines(crash: str) -> list[str]:
@@ -288,6 +308,7 @@ _REMEDY_FOR_SIGNALS = {
 }
 
 _REMEDIES = (
+    (r"BdbQuit", "nothing: the debugger was left with `q`, which ends the rank; `c` lets it go on"),
     (
         r"ModuleNotFoundError: .*No module named",
         "install it into the Python that runs the script (accelerate env says which), or start from the folder where "
@@ -304,7 +325,7 @@ _REMEDIES = (
     (r"Caught .* in DataLoader worker", "num_workers=0, which shows the same exception under a debugger"),
     (r"address already in use|EADDRINUSE", "leave --main_process_port out: a free port is chosen"),
     (r"FileNotFoundError", "the path, seen from the folder where the launch was typed"),
-    (r"UnsupportedSettingError|RuntimeConflictError", "what the message says"),
+    (r"UnsupportedSettingError|RuntimeConflictError|StuckError", "what the message says"),
     (
         r"mark a variable ready only once|expected to have finished reduction|did not receive grad",
         "DistributedDataParallelKwargs(find_unused_parameters=True), if some parameters take no part in the loss",

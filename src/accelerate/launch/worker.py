@@ -14,15 +14,17 @@ import runpy
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"
+DEBUG_RANK = "ACCELERATE_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
@@ -30,6 +32,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<functi
 def main() -> None:
     """Run `worker.py [-m] SCRIPT ARGUMENT...`."""
     end_with_the_launcher()
+    signal.signal(signal.SIGINT, interrupt)
+    repeat_ignored_interrupts()
     # A line at a time: nothing is lost when the process is killed, and the lines of two ranks are not torn apart.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -37,6 +41,9 @@ def main() -> None:
     if error_file:
         # Stays open: a signal such as SIGSEGV leaves the Python stack there.
         faulthandler.enable(file=open(Path(error_file).with_name(CRASH_FILE_NAME), "w"))  # noqa: SIM115
+    is_debugged = os.environ.get(DEBUG_RANK, "") == os.environ.get("RANK")
+    if os.environ.get(DEBUG_RANK) and not is_debugged:
+        leave_the_terminal()
     arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     sys.argv = arguments[as_module:]
@@ -49,8 +56,13 @@ def main() -> None:
     except BaseException as error:
         record(error, error_file)
         error.__traceback__ = own_part(error.__traceback__)
+        sys.last_value = error  # as Python does itself: what runs at exit can see that the script failed
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+        if is_debugged and isinstance(error, Exception):
+            debug(error)
+        if getattr(error, "__notes__", None):  # it was explained meanwhile, by the watcher
+            record(error, error_file)
+        raise SystemExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 def end_with_the_launcher() -> None:
@@ -64,6 +76,49 @@ def end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before the kernel was asked
         sys.exit(128 + signal.SIGTERM)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; inside `import torch`, which can swallow it, end at once: nothing was computed yet."""
+    torch = sys.modules.get("torch")
+    if getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    raise KeyboardInterrupt
+
+
+def repeat_ignored_interrupts() -> None:
+    """Interrupt again where Python ignored it, as in a destructor, a callback or what it does around a fork."""
+    own_process, hook = os.getpid(), sys.unraisablehook
+
+    def on_ignored(ignored: sys.UnraisableHookArgs) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt) and os.getpid() == own_process:
+            again = threading.Timer(0.05, os.kill, (own_process, signal.SIGINT))  # when Python has left that place
+            again.daemon = True
+            again.start()
+        else:
+            hook(ignored)
+
+    sys.unraisablehook = on_ignored
+
+
+def leave_the_terminal() -> None:
+    """Read nothing, and pass by breakpoints: another rank is being debugged."""
+    import pdb
+
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.breakpointhook = pdb.set_trace = lambda *_, **__: None
+
+
+def debug(error: Exception) -> None:
+    """Open the debugger where an exception came from, unless it was the debugger that was left."""
+    import bdb
+    import pdb
+
+    if not isinstance(error, bdb.BdbQuit) and sys.stdin is not None and sys.stdin.isatty():
+        pdb.post_mortem(error.__traceback__)
 
 
 def run_file(path: str) -> None:
@@ -85,6 +140,7 @@ def run_file(path: str) -> None:
 def run_module(name: str) -> None:
     """Execute a module as `python -m` does."""
     sys.path[0] = os.getcwd()
+    sys.modules["__accelerate_worker__"] = sys.modules["__main__"]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

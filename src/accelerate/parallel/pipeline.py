@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..config.parallelism import PipelineConfig
 from ..config.sharding import FullyShardedDataParallelPlugin
 from ..errors import UnsupportedSettingError
+from ..runtime import phases
 from ..runtime.mesh import Mesh
 from ..runtime.nested import TensorInformation
 from ..runtime.runtime import Runtime
@@ -150,7 +151,8 @@ class PipelineParallel(MeshParallel):
         pipeline = pipeline_of(model)
         if pipeline is None:
             return super().forward_backward(model, batch, share, backward)
-        return pipeline.train(batch, share)
+        with phases.during(phases.BACKWARD):  # its stages wait for each other all the way
+            return pipeline.train(batch, share)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Leave gradients unreduced inside the context."""

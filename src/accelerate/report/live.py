@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from .finding import Runs, read_runs
 from .frame import Frame
@@ -25,34 +25,71 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
     `waits`: the places need not exist yet.
     """
     out = sys.stdout
-    if not out.isatty() or os.environ.get("TERM") == "dumb":
-        frame = Frame(read_runs(places), wanted, *shutil.get_terminal_size((100, 40)))
-        out.write(_plain(frame.text(coloured=False, farewell=True), out) + "\n")
+    if not has_screen(out):
+        show_once(out, Frame(read_runs(places), wanted, *shutil.get_terminal_size((100, 40))))
         return
     runs = Runs(places)
     if not waits and not all(place.exists() for place in places):
         read_runs(places)  # says which one is missing
-    page, frame = 0, Frame(runs, wanted, 80, 24)
     given_up: set[Run] | None = None
-    with Screen(out) as screen:
+
+    def draw(width: int, height: int, page: int) -> Frame:
+        runs.update()
+        return Frame(runs, wanted, width, height, page)
+
+    def is_over() -> bool:
+        # Runs that were cut off before do not keep the view open, unless they are resumed.
+        nonlocal given_up
+        cut_off = {run for run in runs if run.state() == "cut off"}
+        given_up = cut_off if given_up is None else given_up & cut_off
+        ended = {run for run in runs if run.ended is not None}
+        return bool(ended) and ended | given_up == set(runs)
+
+    follow(Frame(runs, wanted, 80, 24), draw, is_over, interval)
+
+
+class Picture(Protocol):
+    """What can be shown, a page at a time."""
+
+    height: int
+    pages: int
+
+    def text(self, coloured: bool, farewell: bool = False) -> str:
+        """Return its lines."""
+
+
+def has_screen(out: TextIO) -> bool:
+    """Return whether a picture can be drawn again in its place."""
+    return out.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def show_once(out: TextIO, picture: Picture) -> None:
+    """Write a picture as plain lines."""
+    out.write(_plain(picture.text(coloured=False, farewell=True), out) + "\n")
+
+
+def follow(
+    first: Picture, draw: Callable[[int, int, int], Picture], is_over: Callable[[], bool], interval: float
+) -> None:
+    """Draw picture after picture, of the window's size and the page asked for, until it is over or the user leaves.
+
+    The last one stays; `first` is that for whoever leaves at once.
+    """
+    page, picture = 0, first
+    with Screen(sys.stdout) as screen:
         try:
             while True:
-                runs.update()
-                frame = Frame(runs, wanted, *screen.size(), page)
-                screen.show(frame)
-                # Runs that were cut off before do not keep the view open, unless they are resumed.
-                cut_off = {run for run in runs if run.state() == "cut off"}
-                given_up = cut_off if given_up is None else given_up & cut_off
-                ended = {run for run in runs if run.ended is not None}
-                if ended and ended | given_up == set(runs):
+                picture = draw(*screen.size(), page)
+                screen.show(picture)
+                if is_over():
                     break
                 key = screen.wait(interval)
                 if key == "q":
                     break
-                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % frame.pages
+                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % picture.pages
         except KeyboardInterrupt:
             pass
-    screen.leave_behind(frame)
+    screen.leave_behind(picture)
 
 
 class Screen:
@@ -98,13 +135,13 @@ class Screen:
             size = shutil.get_terminal_size()
         return size.columns, size.lines
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: Picture) -> None:
         """Draw over the last frame: clearing first would flicker."""
         lines = _plain(frame.text(self._coloured), self._out).split("\n")
         self._out.write("\x1b[H" + "\x1b[K\n".join(lines[: frame.height]) + "\x1b[K\x1b[J")
         self._out.flush()
 
-    def leave_behind(self, frame: Frame) -> None:
+    def leave_behind(self, frame: Picture) -> None:
         """Print the last frame where the user's own lines are."""
         self._out.write(_plain(frame.text(self._coloured, farewell=True), self._out) + "\n")
         self._out.flush()

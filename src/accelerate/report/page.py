@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from . import ReportError
 from .charts import OTHER, RATE, Chart, charts_of
+from .moments import FILE_NAME as RANKS_FILE
+from .moments import newest_moments
 from .reading import Floats, Points, Run
 from .sampling import kept, means, not_finite
 
@@ -114,6 +116,22 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "skipped": run.skipped + run.torn,
         "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
         "config": dict(flat(run.config)),
+        "ranks": _ranks(run),
+    }
+
+
+def _ranks(run: Run) -> dict[str, Any] | None:
+    """Return milliseconds per rank and phase in the last window, and the last finding."""
+    moment, told = newest_moments(run.file.with_name(RANKS_FILE))
+    if moment is None:
+        return None
+    return {
+        "step": moment.step,
+        "of": moment.num_ranks,
+        "phases": [[moment.phases[place], place] for place in moment.used],
+        "rows": [[rank, *(moment.ranks[rank][place] for place in moment.used)] for rank in sorted(moment.ranks)],
+        "slow": [moment.straggler.get("rank"), moment.straggler.get("phase")] if moment.straggler else None,
+        "told": None if told is None or told.straggler is None else [told.step, str(told.straggler.get("text", ""))],
     }
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import DistributedOperationException
 from .nested import named_leaves, recursively_apply
+from .phases import waits_for_others
 from .runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,6 +79,7 @@ def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 _gather_tensor.__name__ = "gather"
 
 
+@waits_for_others
 @verify_operation
 def gather(tensor: Any, group: Any = None) -> Any:
     """Concatenate the tensors of all ranks, or of a group, in rank order, along the first dimension.
@@ -91,6 +93,7 @@ def gather(tensor: Any, group: Any = None) -> Any:
     return recursively_apply(_gather_tensor, tensor, group, error_on_other_type=True)
 
 
+@waits_for_others
 def gather_object(object: Any, group: Any = None) -> Any:
     """Gather picklable objects: a list from each rank, or each of a group, becomes one list, in rank order."""
     runtime = Runtime.current()
@@ -101,6 +104,7 @@ def gather_object(object: Any, group: Any = None) -> Any:
     return [item for items in gathered for item in items]
 
 
+@waits_for_others
 @verify_operation
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
     """Sum or average the tensors of all ranks; every rank receives the result, times `scale`."""
@@ -121,6 +125,7 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
     return recursively_apply(reduce_tensor, tensor, error_on_other_type=True)
 
 
+@waits_for_others
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Give every rank the tensors of one rank. The tensors are overwritten in place and returned."""
@@ -136,6 +141,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return recursively_apply(broadcast_tensor, tensor, error_on_other_type=True)
 
 
+@waits_for_others
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Overwrite a list of picklable objects with that of one rank, on every rank."""
     if Runtime.current().num_processes > 1:
@@ -143,6 +149,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
+@waits_for_others
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad the tensors of all ranks along one dimension to the longest, so that they can be gathered."""
     world_size = Runtime.current().num_processes

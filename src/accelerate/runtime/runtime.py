@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
+import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -13,10 +19,24 @@ import torch.distributed as dist
 from ..config.enums import DistributedType
 from ..config.environment import read, read_setting
 from ..config.plugins import InitProcessGroupKwargs
-from ..errors import RuntimeConflictError
+from ..errors import RuntimeConflictError, StuckError
 from . import device as devices
 from .affinity import set_numa_affinity
+from .forks import keep_inheritances
+from .phases import WAITING, during
 from .process import ProcessInfo
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY = 1 << 40
+_QUESTIONS_PER_SECOND = 2_000
+"""That all processes together ask of the store while they wait for their turn."""
+
+# [Note: who frees a process group]
+# Models hold the group too, from C++, and may outlive it in a script. Whoever lets go last frees it, and that waits
+# for the group's own thread: harmless from Python, which releases its lock for that time; a deadlock from C++, which
+# does not, if the thread wants that lock just then. So at the end of a training Python keeps the group it has closed.
+# Forked children, which do not have that thread, never do: see [Note: garbage of the parent].
 
 
 class Runtime:
@@ -29,6 +49,7 @@ class Runtime:
     _current: ClassVar[Runtime | None] = None
     # The group that a runtime of this process opened, and how: whoever finds it open later owns it.
     _opened: ClassVar[tuple[weakref.ref[Any], InitProcessGroupKwargs] | None] = None
+    _closed: ClassVar[list[Any]] = []  # see [Note: who frees a process group]
 
     def __init__(self, *, cpu: bool = False, init_handler: InitProcessGroupKwargs | None = None) -> None:
         self.cpu = cpu or bool(read_setting("cpu"))
@@ -36,6 +57,9 @@ class Runtime:
         self.fork_launched = bool(read_setting("fork_launched"))
         self.owns_group = False
         self.backend: str | None = None
+        self.farewells: list[Callable[[], None]] = []  # called before the group is closed
+        self._pid = os.getpid()  # a forked child has the parent's exit functions
+        self._meeting_place: Any = None  # the store of the group that was left, where the next one meets
         self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, made once
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
         self.process = _process_info()
@@ -56,6 +80,10 @@ class Runtime:
         if self.num_processes > 1:
             self._join_group(self.init_handler)
             self.distributed_type = devices.distributed_type_of(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: libraries pickle settings that hold a state, and with it this."""
+        return self.__dict__ | {"farewells": [], "_meeting_place": None, "meshes": {}}
 
     @classmethod
     def current(cls) -> Runtime:
@@ -79,6 +107,8 @@ class Runtime:
                 "has one device. Pass cpu=True to the first Accelerator or PartialState, or call "
                 "PartialState._reset_state() before this one."
             )
+        elif running._meeting_place is not None and not dist.is_initialized():
+            running._join_group(init_handler or running.init_handler)
         elif init_handler is not None and init_handler != running.init_handler:
             running._warn_of_open_group(init_handler)
         return running
@@ -102,15 +132,21 @@ class Runtime:
             running.leave_group()
 
     def _join_group(self, handler: InitProcessGroupKwargs) -> None:
+        keep_inheritances()
         if not dist.is_initialized():
             options: dict[str, Any] = {}
-            if handler.timeout is not None:
+            if read_setting("debug_rank") is not None:
+                options["timeout"] = _let_debuggers_take_their_time()
+            elif handler.timeout is not None:
                 options["timeout"] = handler.timeout
             if handler.init_method is not None:
                 options["init_method"] = handler.init_method
             elif (meeting_place := self.process.meeting_place()) is not None:
                 options["init_method"] = meeting_place
-            if "init_method" in options:
+            if self._meeting_place is not None:  # what the group before left in the store is not for this one
+                options.pop("init_method", None)
+                options["store"] = self._meeting_place = dist.PrefixStore("next", self._meeting_place)  # type: ignore[attr-defined]
+            if options.keys() & {"init_method", "store"}:
                 options |= {"rank": self.process_index, "world_size": self.num_processes}
             bound = devices.group_device(self.device)
             if bound is not None:
@@ -120,6 +156,7 @@ class Runtime:
             self.owns_group = True
             self.backend = backend.rpartition(":")[2]
             Runtime._opened = weakref.ref(dist.group.WORLD), handler
+            atexit.register(self._leave_at_exit)
         else:
             self.backend = dist.get_backend()
             group, opened_with = Runtime._opened or (lambda: None, None)
@@ -136,12 +173,28 @@ class Runtime:
                 stacklevel=4,
             )
 
-    def leave_group(self) -> None:
-        """Close the process group, if this runtime opened it."""
+    def leave_group(self, *, together: bool = False) -> None:
+        """Close the process group, if this runtime opened it.
+
+        Others notice by closed connections, unless all leave `together`. See [Note: who frees a process group].
+        """
+        while self.farewells:
+            self.farewells.pop()()
         if self.owns_group and dist.is_initialized():
+            self._meeting_place = self._meeting_place or dist.distributed_c10d._get_default_store()
+            Runtime._closed = list(dist.distributed_c10d._world.pg_map) if together else []
             dist.destroy_process_group()
         self.owns_group = False
         self._forget_meshes()
+        atexit.unregister(self._leave_at_exit)
+
+    def _leave_at_exit(self) -> None:
+        """Close the group of a script that ends without `end_training`.
+
+        After a failure it stays: closing may wait for others, and they are about to be told.
+        """
+        if os.getpid() == self._pid and getattr(sys, "last_value", None) is None:
+            self.leave_group(together=True)
 
     def _forget_meshes(self) -> None:
         if self.meshes:
@@ -168,22 +221,63 @@ class Runtime:
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.num_processes > 1:
-            dist.barrier()
+            with during(WAITING):
+                dist.barrier()
+
+    def store(self, name: str) -> Any:
+        """Return the process group's store, where processes leave notes for each other; names keep notes apart."""
+        return dist.PrefixStore(f"accelerate/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     @contextmanager
     def ahead(self, goes_first: bool) -> Iterator[None]:
         """Let the processes with `goes_first` run the block before the others.
 
-        If the block raises on a process that goes first, the others are still released, so that its error and not
-        a hang is what people see.
+        The others wait at the store and in no collective: no backend's timeout ends an hour of work. If the block
+        raises on a process that goes first, the others are told and released, so that its error and not a hang is
+        what people see.
         """
+        if self.num_processes == 1:
+            yield
+            return
+        # One number per turn: every process adds 1 when it comes, and one that goes first _UNDER_WAY until it is done.
+        # It equals the number of processes when all have come and nobody is under way.
+        store = self.store("turns")
+        turn = f"turn/{store.add(f'of/{self.process_index}', 1)}"
+        store.add(turn, 1 + _UNDER_WAY * goes_first)
         if not goes_first:
-            self.barrier()
+            self._await_turn(store, turn)
         try:
             yield
+        except BaseException as error:
+            if goes_first:
+                store.set(f"{turn}/failure", f"Rank {self.process_index} failed with {type(error).__name__}: {error}")
+            raise
         finally:
             if goes_first:
-                self.barrier()
+                store.add(turn, -_UNDER_WAY)
+
+    def _await_turn(self, store: Any, turn: str) -> None:
+        pause = 0.005
+        try:
+            while store.add(turn, 0) != self.num_processes:
+                time.sleep(pause)
+                pause = min(2 * pause, max(0.5, self.num_processes / _QUESTIONS_PER_SECOND))
+            failure = store.get(f"{turn}/failure").decode() if store.check([f"{turn}/failure"]) else ""
+        except dist.DistError as error:
+            raise StuckError(
+                f"Rank {self.process_index} waited for its turn at the store, and the process that keeps the store is "
+                "gone: rank 0, or the launcher. Look for how it ended; nobody can go on without it."
+            ) from error
+        if failure:
+            logger.warning("%s in the block that it ran first. Rank %d goes on.", failure, self.process_index)
+
+
+def _let_debuggers_take_their_time() -> timedelta:
+    """Return a timeout that nobody will meet, and make it the default of groups that are opened later."""
+    timeout = timedelta(days=30)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timeout)
+    return timeout
 
 
 def rank_of_this_process() -> int:

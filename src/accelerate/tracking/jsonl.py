@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from .. import __version__
+from ..runtime import phases
 from ..runtime.runtime import Runtime
 from .general import GeneralTracker, on_main_process
 from .values import StepCounter, plain
@@ -66,6 +67,7 @@ class JSONLTracker(GeneralTracker):
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
+        phases.run_folder = os.path.dirname(self.path)  # where the watcher's lines about the ranks go
         runtime = Runtime.existing()
         self._write(
             start={
@@ -100,6 +102,7 @@ class JSONLTracker(GeneralTracker):
             os.fsync(self._file)
             os.close(self._file)
             self._file = None
+            phases.run_folder = None
 
     def _memory(self) -> dict[str, int]:
         host = {"memory/host": self._process.memory_info().rss}

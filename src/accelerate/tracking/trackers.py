@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..runtime import phases
 from ..runtime.device import is_cpu
 from ..runtime.runtime import rank_of_this_process
 from .general import BlankTracker, GeneralTracker
@@ -78,7 +79,7 @@ class Trackers:
         if self._writers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
-            record = Record(_copied(values), step, dict(log_kwargs))
+            record = Record(_copied(values) | _news(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
 
@@ -138,6 +139,15 @@ class Trackers:
 
 def _name_of(asked_for: str | GeneralTracker) -> str:
     return str(asked_for if isinstance(asked_for, str) else getattr(asked_for, "name", ""))
+
+
+def _news() -> dict[str, Any]:
+    """Take what the watcher has found out about the ranks since the last time."""
+    clock = phases.clock
+    if clock is None or clock.news is None:
+        return {}
+    news, clock.news = clock.news, None
+    return news
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

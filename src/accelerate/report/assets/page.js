@@ -190,7 +190,7 @@ function fillCharts() {
 
 function fillTables() {
   byId("summary").append(summaryTable(view, data));
-  for (const [id, table] of [["configs", configTable(view)], ["texts", textTable(view, data)]]) {
+  for (const [id, table] of [["ranks", ranksTable(view)], ["configs", configTable(view)], ["texts", textTable(view, data)]]) {
     if (table) { byId(id).append(table); byId(id).hidden = false; }
   }
 }
@@ -256,6 +256,7 @@ function recolour() {
   view.readInk();
   view.point(null);
   for (const dot of document.querySelectorAll(".dot[data-run]")) dot.style.backgroundColor = dot.style.borderColor = view.colour(Number(dot.dataset.run));
+  for (const part of document.querySelectorAll("[data-colour]")) part.style.backgroundColor = view.colour(Number(part.dataset.colour));
   view.version++;
   view.soon();
 }

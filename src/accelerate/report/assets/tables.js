@@ -1,4 +1,4 @@
-// The tables: summary, configurations, texts.
+// The tables: summary, ranks, configurations, texts.
 
 function runName(view, run) {
   const dot = element("span", { class: "dot", colour: view.colour(run) });
@@ -79,6 +79,36 @@ function bestOf(metric, what) {
   const values = metric.curves.map((curve) => curve.spec[what]).filter((value) => value !== null);
   if (!metric.better || !values.length) return null;
   return metric.better < 0 ? Math.min(...values) : Math.max(...values);
+}
+
+// What a step took on every rank, as a stacked bar of phases.
+function ranksTable(view) {
+  const tables = view.runs.flatMap(({ ranks }, run) => (ranks ? [oneRanksTable(view, ranks, run)] : []));
+  return tables.length ? element("div", {}, ...tables) : null;
+}
+
+function oneRanksTable(view, ranks, run) {
+  const part = (place, attributes = {}) => {
+    const made = element("i", { colour: view.colour(place), ...attributes });
+    made.dataset.colour = place;
+    return made;
+  };
+  const total = ([, ...times]) => times.reduce((sum, time) => sum + time, 0);
+  const longest = Math.max(...ranks.rows.map(total)) || 1;
+  const rows = ranks.rows.map((row) => {
+    const slow = ranks.slow && ranks.slow[0] === row[0];
+    const bar = element("div", { class: "phases" }, ...ranks.phases.map(([name, place], i) => {
+      const made = part(place, { title: `${name} ${row[i + 1].toFixed(1)} ms` });
+      made.style.width = `${(100 * row[i + 1]) / longest}%`;
+      return made;
+    }));
+    const times = ranks.phases.map(([name], i) => cell(row[i + 1].toFixed(1), `number ${slow && ranks.slow[1] === name ? "nan" : ""}`));
+    return element("tr", {}, cell(String(row[0]), slow ? "nan" : ""), element("td", { class: "wide" }, bar), cell(total(row).toFixed(1), "number"), ...times);
+  });
+  const head = element("tr", {}, element("th", {}, "Rank"), element("th", {}, `${view.runs[run].name}, step ${ranks.step}, ${ranks.of} ranks`), element("th", { class: "number" }, "ms per step"),
+    ...ranks.phases.map(([name, place]) => element("th", { class: "number" }, part(place, { class: "key" }), name)));
+  const table = element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  return ranks.told ? element("div", {}, table, element("p", { class: "muted" }, `Step ${ranks.told[0]}: ${ranks.told[1]}`)) : table;
 }
 
 function configTable(view) {

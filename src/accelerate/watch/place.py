@@ -1,0 +1,271 @@
+"""Where a thread stands: in which phase of training, in which call, at which line of the user's script.
+
+Nothing is recorded while training runs. A thread that waits is looked at from outside, when somebody wants to know.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEBUGGER, COLLECTIVE, BACKWARD, FORWARD, DATA, STEP, SAVING, USERS = (
+    "a debugger",
+    "a collective",
+    "the backward pass",
+    "the forward pass",
+    "waiting for data",
+    "the optimizer's step",
+    "saving or loading",
+    "the script's own code",
+)
+_HERE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+_COLLECTIVES = (f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/_functional_collectives.py")
+_TURN = (f"{_HERE}/runtime/runtime.py", "_await_turn")
+_DEBUGGERS = (f"{_STDLIB}/bdb.py", f"{_STDLIB}/pdb.py", f"{_STDLIB}/code.py")
+_DEBUGGING_PACKAGES = ("/debugpy/", "/pydevd", "/IPython/core/debugger", "/pudb/", "/ipdb/")
+_LOCKS = tuple(f"{_STDLIB}/{name}" for name in ("threading.py", "queue.py", "concurrent/futures/"))
+# File (or the beginning of its path) and function -> the phase. The first that a frame fits, from the inside out.
+_MARKS: tuple[tuple[str, str | None, str], ...] = (
+    *((file, None, DEBUGGER) for file in _DEBUGGERS),
+    *((file, None, COLLECTIVE) for file in _COLLECTIVES),
+    (*_TURN, COLLECTIVE),
+    (f"{_TORCH}/nn/parallel/distributed.py", "_sync_buffers", COLLECTIVE),
+    (f"{_TORCH}/distributed/utils.py", None, COLLECTIVE),
+    (f"{_TORCH}/autograd/", None, BACKWARD),
+    (f"{_TORCH}/optim/", None, STEP),
+    (f"{_TORCH}/utils/data/", None, DATA),
+    (f"{_HERE}/checkpoint/", None, SAVING),
+    (f"{_HERE}/data/", None, DATA),
+    (f"{_TORCH}/nn/", None, FORWARD),
+)
+_MACHINERY = (*(os.path.join(path, "") for path in (_HERE, _TORCH, _STDLIB)), "<frozen")
+_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+# Layers around a call that people do not write themselves.
+_WRAPPERS = {"wrapper", "inner", "checked", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "__call__"}
+_RANK_WORDS = ("main_process", "process_index", "last_process", "rank")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's script, and what goes on below it."""
+
+    phase: str
+    call: str = ""
+    """What that line called: "gather()"."""
+    operation: str = ""
+    """The collective below it, with what this process brings: "all_gather(float32[4, 3])"."""
+    file: str = ""
+    line: int = 0
+    source: str = ""
+    guard: str = ""
+    """The condition on the rank around that line, as it is written: "`if is_main_process:` (line 87)"."""
+    members: list[int] | None = None
+    """The ranks of the collective's group if they are not all, or None."""
+    at_a_lock: bool = False
+    """Whether the line asks for a lock of Python's, or waits for another thread."""
+    handling: str = ""
+    """The exception that is being handled around that line."""
+
+    def where(self) -> str:
+        """Return the line as people write it."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else "outside of any script"
+
+    def shown(self) -> str:
+        """Describe the place in one line."""
+        doing = self.call or self.phase
+        below = f" [{self.operation}]" if self.operation and self.operation.partition("(")[0] != doing[:-2] else ""
+        source = f": `{self.source}`" if self.source else ""
+        handling = f", while handling {self.handling}" if self.handling else ""
+        return f"{self.where()}, in {doing}{below}{source}{handling}"
+
+
+def place_of(thread: int) -> Place | None:
+    """Look at a thread of this process; None once it has ended."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    place = _place(frame)
+    error = _handled(thread)
+    return place if error is None else replace(place, handling=described(error))
+
+
+def place_of_caller() -> Place:
+    """Look where this very thread came from."""
+    return _place(sys._getframe(1))
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Look where an exception came from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return Place(phase=USERS) if trace is None else _place(trace.tb_frame, _lines(error))
+
+
+def signature_of(thread: int) -> tuple[int, int] | None:
+    """Return what changes as soon as a thread runs on in Python."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    waits_its_turn = (frame.f_code.co_filename, frame.f_code.co_name) == _TURN  # it asks again and again
+    return id(frame), 0 if waits_its_turn else frame.f_lasti
+
+
+def described(error: BaseException) -> str:
+    """Describe an exception in one line, with the line of the script that it came from."""
+    place = place_of_error(error)
+    return f"{_one_line(error)} ({place.where()}{f': `{place.source}`' if place.source else ''})"
+
+
+def _handled(thread: int) -> BaseException | None:
+    """Return the exception that a thread handles just now."""
+    found: Any = sys._current_exceptions().get(thread)
+    found = found[1] if isinstance(found, tuple) else found  # Python 3.10 and 3.11 give what sys.exc_info() does
+    return found if isinstance(found, BaseException) else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__
+
+
+def _lines(error: BaseException) -> dict[FrameType, int]:
+    """Return the lines at which frames were left; some have gone on since, to clean up."""
+    lines = {}
+    trace = error.__traceback__
+    while trace is not None:
+        lines[trace.tb_frame] = trace.tb_lineno
+        trace = trace.tb_next
+    return lines
+
+
+def _place(innermost: FrameType, lines: Mapping[FrameType, int] | None = None) -> Place:
+    frames = list(_outwards(innermost))
+    users = _users_frame(frames)
+    below = frames if users is None else frames[: frames.index(users)]
+    phase = next((mark for frame in below if (mark := _phase(frame))), USERS)
+    collective = next((frame for frame in below if _is_collective(frame)), None)
+    operation = _operation(collective) if collective is not None else ""
+    members = _members(collective) if collective is not None else None
+    if users is None:
+        return Place(phase=phase, operation=operation, members=members)
+    file, line = users.f_code.co_filename, (lines or {}).get(users, users.f_lineno)
+    called = next((frame.f_code.co_name for frame in reversed(below) if frame.f_code.co_name not in _WRAPPERS), "")
+    source = linecache.getline(file, line).strip()
+    inside = innermost.f_code.co_filename
+    return Place(
+        phase=phase,
+        call=f"{called}()" if called and phase != DEBUGGER else "",
+        operation=operation,
+        file=file,
+        line=line,
+        source=source,
+        guard=guard_of(file, line),
+        members=members,
+        at_a_lock=inside.startswith(_LOCKS)
+        or (innermost is users and (".acquire(" in source or source.startswith("with "))),
+    )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _users_frame(frames: list[FrameType]) -> FrameType | None:
+    """Return the innermost frame of the user's own code; of an installed program, that of the program."""
+    for is_own in (is_of_the_user, _is_no_machinery):
+        for frame in frames:
+            if is_own(frame.f_code.co_filename):
+                return frame
+    return None
+
+
+def is_of_the_user(file: str) -> bool:
+    """Tell a script's own files from Python's, torch's, this package's and other installed ones."""
+    return not file.startswith(_INSTALLED) and _is_no_machinery(file)
+
+
+def _is_no_machinery(file: str) -> bool:
+    return not file.startswith(_MACHINERY) and _debugger(file) is None
+
+
+@cache
+def _debugger(file: str) -> str | None:
+    return DEBUGGER if any(part in file for part in _DEBUGGING_PACKAGES) else None
+
+
+def _phase(frame: FrameType) -> str | None:
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    if _debugger(file):
+        return DEBUGGER
+    return next((phase for start, name, phase in _MARKS if file.startswith(start) and name in (None, function)), None)
+
+
+def _is_collective(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_COLLECTIVES) and frame.f_code.co_name not in _WRAPPERS
+
+
+def _members(frame: FrameType) -> list[int] | None:
+    """Return the ranks of a collective's group if they are not all."""
+    group = frame.f_locals.get("group") or frame.f_locals.get("pg")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):  # closed by now
+        return None
+    return None if len(ranks) == dist.get_world_size() else sorted(ranks)
+
+
+def _operation(frame: FrameType) -> str:
+    """Describe a collective by its name and the tensors it was given."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    tensors = (value for name in names for value in _tensors(frame.f_locals.get(name)))
+    return f"{frame.f_code.co_name}({', '.join(_shape(tensor) for tensor in tensors)})"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    return []
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@cache
+def guard_of(file: str, line: int) -> str:
+    """Return the innermost condition around a line that asks which process this is, as it is written."""
+    source = "".join(linecache.getlines(file))
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    found = ""
+    for node in ast.walk(tree):  # outer nodes first
+        if not isinstance(node, ast.If) or not node.lineno < line <= (node.end_lineno or 0):
+            continue
+        condition = ast.unparse(node.test)
+        if any(word in condition for word in _RANK_WORDS):
+            otherwise = bool(node.orelse) and line >= node.orelse[0].lineno
+            found = f"`{'else of ' if otherwise else ''}if {condition}:` (line {node.lineno})"
+    return found

@@ -1,0 +1,310 @@
+"""A thread that notices when this process waits too long, asks the others through the store, and tells the verdict.
+
+In health it looks at the training thread once in a while and asks the store one question: is anybody stuck? In between
+it compares what the clocks of the training threads have counted (`exchange.py`). No collective is ever used, so a stuck
+one is no obstacle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..runtime import phases
+from .exchange import Exchange
+from .interrupting import Interrupter
+from .place import described, place_of_caller, place_of_error
+from .reports import Observer, Report, state_of_process
+from .verdict import Absence, Verdict, judge
+
+logger = logging.getLogger(__name__)
+
+SECONDS_FOR_REPORTS = 2.5
+"""How long the judge waits for the reports of the others."""
+SECONDS_BETWEEN_QUESTIONS = 2.0
+SECONDS_BETWEEN_QUESTIONS_OF_A_SUSPECT = 0.25
+SECONDS_TO_FINISH = 3.0
+RANKS_PER_SECOND = 2_000
+"""Questions per second that all ranks together ask of the store: with more ranks each asks less often."""
+_LOST_PEER = re.compile(r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|peer closed", re.IGNORECASE)
+_STORE_IS_GONE = (RuntimeError, OSError, ValueError)
+
+# [Note: the end of the store]
+# Rank 0's process often holds the store. When it leaves, it says so under the key that the others ask for anyway, and
+# waits a moment until they have heard it. From then on they ask nobody, and know why rank 0 does not come. If it is
+# killed, the question fails, and what the operating system knows of rank 0 takes the place of its answer.
+
+
+def is_of_a_lost_peer(error: BaseException) -> bool:
+    """Tell whether an error is what a healthy rank meets when another one is gone."""
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+class Watcher:
+    """The watcher of one process."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, threshold: float) -> None:
+        self.rank, self.world_size, self.threshold = rank, world_size, threshold
+        self._store = store
+        self._group = weakref.ref(dist.group.WORLD)
+        self._pid = os.getpid()
+        self._observer = Observer(rank, threading.current_thread())
+        self._interrupter = Interrupter(threading.current_thread())
+        self._patience = threshold
+        self._round = 0
+        self._keeper: tuple[str, int] | None = None
+        """Host and process of rank 0."""
+        self._without_store: dict[int, Absence] | None = None
+        """Who is gone and has taken the store along; None while there is one."""
+        self._ending = "has left: its script has ended"
+        self._ended = False
+        self._stopping = threading.Event()
+        self._asked = threading.Event()
+        self._heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._clock = phases.Phases()
+        self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
+        self._fewest_seconds = world_size / RANKS_PER_SECOND
+        self._period = max(min(SECONDS_BETWEEN_QUESTIONS, threshold / 4), self._fewest_seconds)
+        self._seconds_for_reports = max(SECONDS_FOR_REPORTS, 2 * self._period)
+        self._excepthook = sys.excepthook
+        self._exit: Any = sys.exit
+        self._thread = threading.Thread(target=self._watch, name="accelerate watcher", daemon=True)
+
+    @classmethod
+    def begin(cls, store: Any, rank: int, world_size: int, threshold: float) -> Watcher:
+        """Announce this process to the others, and watch."""
+        own = store.clone()  # a connection of its own: the other one may be held by a call that waits
+        own.set_timeout(timedelta(seconds=10))
+        generation = own.add(f"watchers/{rank}", 1)  # what an earlier one has left in the store is not for this one
+        watcher = cls(dist.PrefixStore(str(generation), own), rank, world_size, threshold)  # type: ignore[attr-defined]
+        watcher._store.set(f"who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        atexit.register(watcher.end)
+        sys.excepthook = watcher._explain
+        sys.exit = watcher._note_exit
+        phases.clock = watcher._clock
+        watcher._thread.start()
+        return watcher
+
+    def is_of_the_open_group(self) -> bool:
+        """Tell whether this process, and no process it was forked from, watches the group that is open now."""
+        group = self._group()
+        is_open = dist.is_initialized() and group is not None and group is dist.group.WORLD
+        return is_open and not self._ended and self._pid == os.getpid()
+
+    def end(self) -> None:
+        """Stop watching, and tell the others that this process will answer no more."""
+        if os.getpid() != self._pid:  # a forked child has the parent's exit functions
+            return
+        if not self._ended:
+            self._ended = True
+            self._stop()
+        self._join()  # a thread inside the store must not see the interpreter end
+
+    def _stop(self) -> None:
+        atexit.unregister(self.end)
+        in_health = not self._stopping.is_set()
+        self._stopping.set()
+        self._asked.set()
+        self._interrupter.close()
+        if phases.clock is self._clock:
+            phases.clock = None
+        if sys.excepthook == self._explain:
+            sys.excepthook = self._excepthook
+        if sys.exit == self._note_exit:
+            sys.exit = self._exit
+        self._join()
+        if in_health and self._without_store is None:
+            with suppress(*_STORE_IS_GONE):
+                self._say_goodbye()
+
+    def _join(self) -> None:
+        if threading.current_thread() is not self._thread and not self._interrupter.leaves:
+            self._thread.join(SECONDS_TO_FINISH)
+
+    def _say_goodbye(self) -> None:
+        """See [Note: the end of the store]."""
+        self._store.set(f"left/{self.rank}", self._ending)
+        self._store.add("gone", 1)
+        if self.rank == 0:
+            self._store.set(f"alarm/{self._round}", f"0 {self._ending}")
+            self._wait_until(lambda: self._store.add("gone", 0) >= self.world_size)
+
+    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
+        self._excepthook(kind, error, trace)
+        if os.getpid() != self._pid or self._stopping.is_set():
+            return
+        if not is_of_a_lost_peer(error):
+            self._ending = f"has failed: {described(error)}"
+            return
+        self._observer.lost_at = place_of_error(error)
+        self._asked.set()
+        with suppress(queue.Empty):
+            verdict = self._heard.get(timeout=self._seconds_for_reports + 5)
+            explanation = f"Rank {self.rank}: {verdict.text}"
+            print(explanation, file=sys.stderr, flush=True)
+            told: Any = error
+            told.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for the launcher's record
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        """Stand in for `sys.exit`, to know the line from which a script left."""
+        place = place_of_caller()
+        self._ending = f"has left: sys.exit({'' if status is None else repr(status)[:80]}) at {place.where()}"
+        raise SystemExit(status)
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            still = self._observer.look()
+            if still < self.threshold / 2:  # it has moved since it was last waited for
+                self._patience = self.threshold
+            suspect = still >= self._patience / 2
+            seconds = SECONDS_BETWEEN_QUESTIONS_OF_A_SUSPECT if suspect else self._period
+            self._rest(max(min(seconds, self._period), self._fewest_seconds))
+            self._asked.clear()
+            if self._stopping.is_set():
+                return
+            if not self.is_of_the_open_group():
+                self._ending = "has left: it closed its process group"
+                self.end()
+                return
+            if self._without_store is None:
+                try:
+                    self._ask()
+                except _STORE_IS_GONE as error:
+                    logger.debug("Rank %d: the store is gone.", self.rank, exc_info=error)
+                    self._without_store = self._state_of_the_keeper()
+            if self._without_store is not None and self._is_stuck():
+                report = self._observer.report()
+                self._act(judge({self.rank: report}, self._without_store, self.threshold))
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for the next question, and meanwhile compare with the others how long steps take."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._asked.wait(left if self._exchange is None else min(left, self._exchange.period)):
+                return
+            try:
+                if self._exchange is not None and self._without_store is None:
+                    self._exchange.turn()
+            except _STORE_IS_GONE as error:  # the next question finds out why
+                logger.debug("Rank %d compares steps no more.", self.rank, exc_info=error)
+                self._exchange = None
+
+    def _is_stuck(self) -> bool:
+        still = self._observer.look()
+        return self._observer.lost_at is not None or (still >= self._patience and self._observer.waits())
+
+    def _ask(self) -> None:
+        """Ask the one question, whether anybody is stuck."""
+        if self._keeper is None and self._store.check(["who/0"]):
+            host, pid = json.loads(self._store.get("who/0"))
+            self._keeper = host, pid
+        alarm = f"alarm/{self._round}"
+        if self._is_stuck() and not self._store.check([alarm]):
+            self._store.set(alarm, str(self.rank))
+        if not self._store.check([alarm]):
+            return
+        farewell = self._store.get(alarm).decode().partition(" ")[2]
+        if farewell:
+            self._store.add("gone", 1)
+            self._without_store = {0: Absence(farewell, for_good=True)}
+        else:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Report, hear the verdict, and act on it."""
+        number = self._round
+        self._round += 1
+        self._store.set(f"report/{number}/{self.rank}", self._observer.report().to_json())
+        self._store.add(f"reports/{number}", 1)
+        told = f"verdict/{number}"
+        if self._store.add(f"judges/{number}", 1) == 1:
+            reports, absent = self._collect(number)
+            verdict = judge(reports, absent, self.threshold)
+            self._store.set(told, verdict.to_json())
+            if not verdict.fatal and verdict.text:
+                logger.warning("%s", verdict.text)
+        else:
+            with suppress(RuntimeError):  # one question that the store answers later: 10,000 ranks ask it at once
+                self._store.wait([told], timedelta(seconds=self._seconds_for_reports + 5))
+            if not self._store.check([told]):
+                return  # the judge is gone: the next round has another one
+            verdict = Verdict.from_json(self._store.get(told))
+        self._store.add(f"heard/{number}", 1)
+        if self.rank == 0:  # whose process may hold the store
+            self._wait_until(lambda: self._store.add(f"heard/{number}", 0) >= self._store.add(f"reports/{number}", 0))
+        self._act(verdict)
+
+    def _act(self, verdict: Verdict) -> None:
+        if self._observer.lost_at is not None:  # the training thread has its error, and waits for the explanation
+            self._heard.put(verdict)
+            self._stopping.set()
+        elif verdict.again_in:
+            self._patience = self._observer.look() + verdict.again_in
+        elif not verdict.fatal:
+            self._patience = max(self._patience, self._observer.look()) * 2
+        elif not self._stopping.is_set():
+            self._stopping.set()
+            leaves_first = self.rank == verdict.leaves_first
+            self._interrupter.interrupt(f"Rank {self.rank}: {verdict.text}", leaves_first=leaves_first)
+
+    def _collect(self, number: int) -> tuple[dict[int, Report], dict[int, Absence]]:
+        """Wait for reports until every rank has sent one or is known to be gone."""
+        everybody = set(range(self.world_size))
+        keys = {rank: f"report/{number}/{rank}" for rank in everybody}
+        there: set[int] = set()
+        absent: dict[int, Absence] = {}
+
+        def complete() -> bool:
+            if self._store.add(f"reports/{number}", 0) >= self.world_size:
+                there.update(everybody)
+                return True
+            there.update(rank for rank in everybody - there if self._store.check([keys[rank]]))
+            absent.clear()
+            absent.update(self._absences(everybody - there))
+            return all(absence.for_good for absence in absent.values()) and there | set(absent) == everybody
+
+        self._wait_until(complete, pause=0.2)
+        ordered = sorted(there)
+        texts = self._store.multi_get([keys[rank] for rank in ordered])
+        reports = {rank: Report.from_json(text) for rank, text in zip(ordered, texts, strict=True)}
+        return reports, {rank: absence for rank, absence in absent.items() if rank not in there}
+
+    def _absences(self, ranks: set[int]) -> dict[int, Absence]:
+        found = {}
+        for rank in sorted(ranks):
+            if self._store.check([f"left/{rank}"]):
+                found[rank] = Absence(self._store.get(f"left/{rank}").decode(), for_good=True)
+            elif self._store.check([f"who/{rank}"]):
+                host, pid = json.loads(self._store.get(f"who/{rank}"))
+                found[rank] = _absence_of(host, pid)
+        return found
+
+    def _state_of_the_keeper(self) -> dict[int, Absence]:
+        return {} if self._keeper is None or self.rank == 0 else {0: _absence_of(*self._keeper)}
+
+    def _wait_until(self, condition: Callable[[], bool], pause: float = 0.05) -> None:
+        until = time.monotonic() + self._seconds_for_reports
+        while time.monotonic() < until and not condition():
+            time.sleep(pause)
+
+
+def _absence_of(host: str, pid: int) -> Absence:
+    how = state_of_process(host, pid)
+    return Absence(how, for_good=how.startswith("is dead"))

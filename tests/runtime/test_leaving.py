@@ -1,0 +1,112 @@
+"""Process groups are closed at the end of a script, can be opened again, and are no business of forked children."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator
+from tests.launching import run_script
+from tests.ranks import run_on_ranks
+
+SCRIPT = """
+import atexit, os
+import torch
+import torch.distributed as dist
+
+# Runs last:
+atexit.register(lambda: os.getpid() == trainer and print(f"open at exit: {dist.is_initialized()}\\n", end=""))
+trainer = os.getpid()
+
+from accelerate import Accelerator
+
+for training in range(3):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.full((2, 4), float(accelerator.process_index))).sum())
+    optimizer.step()
+    weights = accelerator.gather(model.module.weight.detach())
+    print(f"training {training} {bool((weights == weights[0]).all())}\\n", end="")
+    if training < 2:
+        accelerator.end_training()
+        print(f"open after the end: {dist.is_initialized()}\\n", end="")
+    elif os.fork() == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)  # torch's groups do not survive the end of a forked interpreter
+    else:
+        os.wait()
+        accelerator.wait_for_everyone()
+"""
+
+
+def test_a_script_opens_its_group_again_and_closes_it_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    printed = run_script(tmp_path / "train.py", world_size=2, directory=tmp_path)
+    for training in range(3):
+        assert printed.count(f"training {training} True") == 2
+    assert printed.count("open after the end: False") == 4
+    assert printed.count("open at exit: False") == 2
+
+
+class CollectsGarbage(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+def train_and_leave_garbage() -> None:
+    gc.disable()  # until the next job
+    model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
+    model.itself = [model]
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def read_data() -> int:
+    loader = Accelerator(cpu=True).prepare(DataLoader(CollectsGarbage(), num_workers=1))
+    batches = list(loader)
+    gc.enable()
+    return len(batches)
+
+
+def test_a_data_worker_does_not_free_the_group_of_an_earlier_training() -> None:
+    for _ in range(3):
+        run_on_ranks(2, train_and_leave_garbage)
+        assert run_on_ranks(2, read_data) == [2, 2]
+
+
+GROUP_OF_THE_SCRIPT = """
+import gc, os
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # while a group is open, its default arguments would keep it
+from torch.utils.data import DataLoader
+from accelerate import Accelerator, PartialState
+
+def train():
+    dist.init_process_group("gloo")
+    model = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
+    model.itself = [model]
+    model(torch.ones(1, 2)).sum().backward()
+    PartialState._reset_state()
+    dist.destroy_process_group()
+
+os.register_at_fork(after_in_child=lambda: [[] for _ in range(400_000)])  # a library that makes the collector run
+gc.set_threshold(300_000)
+train()
+batches = list(DataLoader([1, 2], num_workers=1, worker_init_fn=lambda _: gc.collect()))
+print(f"{len(batches)} batches, {gc.isenabled()}\\n", end="")
+"""
+
+
+def test_nor_does_it_free_a_group_that_the_script_opened_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GROUP_OF_THE_SCRIPT)
+    printed = run_script(tmp_path / "train.py", world_size=2, directory=tmp_path, time_limit=60)
+    assert printed.count("2 batches, True") == 2

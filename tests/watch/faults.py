@@ -1,0 +1,317 @@
+"""One function per fault, on 4 processes each: `python faults.py FOLDER NAME...`.
+
+torch is imported once; the processes of every world are forked from there and end as any script does. What rank r
+printed is in `FOLDER/NAME.r`, with its exit code as the last line.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first optimizer step imports it: once here instead of in every process
+import torch.distributed as dist
+from torch import nn
+
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate.errors import StuckError
+
+WORLD_SIZE = 4
+WORLDS_AT_ONCE = 3
+THRESHOLD = float(os.environ.get("ACCELERATE_HANG_SECONDS", "3"))
+SECONDS_PER_WORLD = 100.0
+
+
+class Training:
+    """What the faults happen to."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator(cpu=True)
+        self.rank = self.accelerator.process_index
+        torch.manual_seed(0)
+        self.model, self.optimizer = self.accelerator.prepare(*_model())
+        self.accelerator.wait_for_everyone()
+        self.begun = time.monotonic()
+
+    def step(self) -> torch.Tensor:
+        loss = self.model(torch.ones(2, 4)).square().mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def gather_on_one_rank(training: Training) -> None:
+    for _ in range(4):
+        loss = training.step()
+        if training.accelerator.is_main_process:
+            training.accelerator.gather(loss)  # CULPRIT
+
+
+def different_order(training: Training) -> None:
+    ones = torch.ones(3)
+    if training.rank == 2:
+        training.accelerator.gather(ones)  # CULPRIT
+        training.accelerator.reduce(ones)
+    else:
+        training.accelerator.reduce(ones)  # WAITS
+        training.accelerator.gather(ones)
+
+
+def ragged_shapes(training: Training) -> None:
+    training.accelerator.gather(torch.ones(3 + (training.rank == 1)))  # CULPRIT WAITS
+
+
+def early_break(training: Training) -> None:
+    for index in range(4):
+        if training.rank == 3 and index == 1:
+            break
+        training.step()
+    training.accelerator.wait_for_everyone()  # CULPRIT
+
+
+def unequal_loaders(training: Training) -> None:
+    for _ in torch.utils.data.DataLoader(range(2 if training.rank == 3 else 4)):  # type: ignore[arg-type]
+        loss = training.step()
+    training.accelerator.gather(loss)  # CULPRIT
+
+
+def swallowed_exception(training: Training) -> None:
+    for index in range(4):
+        try:
+            if training.rank == 2 and index == 1:
+                raise ValueError("bad sample")
+            training.step()
+        except ValueError:
+            continue
+    training.accelerator.wait_for_everyone()  # CULPRIT
+
+
+def handled_exception(training: Training) -> None:
+    try:
+        if training.rank == 2:
+            raise ValueError("bad sample")  # CULPRIT
+        training.step()
+    except ValueError:
+        training.accelerator.wait_for_everyone()
+
+
+def stopped(training: Training) -> None:
+    if training.rank == 1:
+        child = os.fork()
+        if child == 0:  # wakes its parent up, when the others have waited long enough
+            time.sleep(THRESHOLD + 4)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def killed(training: Training) -> None:
+    if training.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def first_rank_killed(training: Training) -> None:
+    if training.rank == 0:
+        time.sleep(1.5)  # until the others know its process
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def sys_exit(training: Training) -> None:
+    if training.rank == 1:
+        sys.exit(0)  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def first_rank_exits(training: Training) -> None:
+    if training.rank == 0:
+        sys.exit(0)  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def busy_first_rank(training: Training) -> None:
+    if training.accelerator.is_main_process:
+        time.sleep(5 * THRESHOLD)  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def lock_and_collective(training: Training) -> None:
+    lock = threading.Lock()
+    if training.rank == 1:
+        lock.acquire()
+        lock.acquire()  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def unused_parameters(training: Training) -> None:
+    model = training.accelerator.prepare(nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}))
+    model.module.forward = lambda x: model.module["a"](x) + (0 if training.rank == 1 else model.module["b"](x))
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).sum()  # CULPRIT
+        training.accelerator.backward(loss)  # WAITS
+
+
+def debugged(training: Training) -> None:
+    if training.rank == 1:
+        reading, writing = os.pipe()
+        threading.Timer(3 * THRESHOLD, os.write, (writing, b"continue\n")).start()
+        debugger = pdb.Pdb(stdin=os.fdopen(reading), stdout=sys.stdout, nosigint=True)
+        debugger.use_rawinput = False
+        debugger.set_trace()
+    training.accelerator.wait_for_everyone()  # CULPRIT WAITS
+
+
+def upload_in_a_thread(training: Training) -> None:
+    """Rank 0 waits at a lock for a thread that waits for the network: it is busy, and nothing is wrong."""
+    if training.accelerator.is_main_process:
+        upload = threading.Thread(target=time.sleep, args=(3 * THRESHOLD,))
+        upload.start()
+        upload.join()  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def healthy(training: Training) -> None:
+    """1,000 steps; a few of them are slow on one rank, by less than the threshold."""
+    delays = random.Random(1)
+    for _ in range(1_000):
+        if delays.random() < 0.01:
+            seconds, rank = delays.uniform(0.1, 0.8) * THRESHOLD, delays.randrange(WORLD_SIZE)
+            time.sleep(seconds * (rank == training.rank))
+        training.step()
+    training.accelerator.end_training()
+
+
+def long_turn(training: Training) -> None:
+    """Rank 0 goes first, for longer than the backend's timeout."""
+    assert dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout.seconds == 5
+    with training.accelerator.main_process_first():
+        if training.accelerator.is_main_process:
+            time.sleep(12)
+    print("went on after", round(time.monotonic() - training.begun))
+    training.accelerator.wait_for_everyone()
+
+
+def failing_turn(training: Training) -> None:
+    with training.accelerator.main_process_first():
+        if training.accelerator.is_main_process:
+            raise ValueError("no such file")
+
+
+def first_rank_killed_in_its_turn(training: Training) -> None:
+    with training.accelerator.local_main_process_first():  # WAITS
+        if training.accelerator.is_main_process:
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_thread(training: Training) -> None:
+    """The Accelerator belongs to another thread than the main one, and trains there, traced as in a debugger."""
+    training.accelerator.end_training()
+    PartialState._reset_state()
+    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
+    threading.settrace(lambda *_: None)
+    thread = threading.Thread(target=_train_in_a_thread)
+    thread.start()
+    thread.join()
+
+
+def _train_in_a_thread() -> None:
+    accelerator = Accelerator(cpu=True)
+    try:
+        if accelerator.process_index == 2:
+            accelerator.gather(torch.ones(1))  # CULPRIT
+        accelerator.wait_for_everyone()
+    except StuckError as error:
+        print("told in its thread:", error)
+
+
+def group_closed_by_its_user(training: Training) -> None:
+    dist.destroy_process_group()
+    time.sleep(2 * THRESHOLD)
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    running: dict[int, tuple[str, int, float]] = {}
+    while names or running:
+        while names and len({name for name, _, _ in running.values()}) < WORLDS_AT_ONCE:
+            name, ports = names.pop(0), (_free_port(), _free_port())
+            for rank in range(WORLD_SIZE):
+                process = os.fork()
+                if process == 0:
+                    _become(rank, ports, folder / f"{name}.{rank}")
+                    _run(globals()[name])
+                    return
+                running[process] = name, rank, time.monotonic()
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process in running:
+            name, rank, _ = running.pop(process)
+            with (folder / f"{name}.{rank}").open("a") as output:
+                output.write(f"\nexit code {os.waitstatus_to_exitcode(status)}")
+        for late, (_, _, begun) in running.items():
+            if time.monotonic() > begun + SECONDS_PER_WORLD:
+                os.kill(late, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _become(rank: int, ports: tuple[int, int], output: Path) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports[0]),
+        "SECOND_PORT": str(ports[1]),
+    }
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _run(fault: Callable[[Training], None]) -> None:
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=5))] if fault is long_turn else []
+    if handlers:
+        Accelerator(cpu=True, kwargs_handlers=handlers)
+    training = Training()
+    explain = sys.excepthook
+
+    def explain_and_take_the_time(*error: object) -> None:
+        explain(*error)  # type: ignore[arg-type]
+        print(f"told after {time.monotonic() - training.begun:.1f} s", flush=True)
+
+    sys.excepthook = explain_and_take_the_time
+    fault(training)
+    print("finished", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Where a thread stands, looked at from another one."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accelerate.watch.place import (
+    USERS,
+    Place,
+    described,
+    guard_of,
+    place_of,
+    place_of_error,
+    signature_of,
+)
+
+
+def place_while(work: Callable[[], object]) -> Place:
+    """Look at a thread that is in the middle of its work."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.3)
+    place = place_of(thread.ident or 0)
+    thread.join()
+    assert place is not None
+    return place
+
+
+def this_line() -> int:
+    import sys
+
+    return sys._getframe(1).f_lineno
+
+
+def test_the_users_line_and_what_it_called() -> None:
+    event = threading.Event()
+
+    def work() -> None:
+        event.wait(0.6)
+
+    place = place_while(work)
+    assert (place.where(), place.call, place.phase) == (f"test_place.py:{this_line() - 3}", "wait()", USERS)
+    assert place.source == "event.wait(0.6)"
+    assert place.at_a_lock
+
+
+def test_a_sleep_is_no_lock() -> None:
+    assert not place_while(lambda: time.sleep(0.6)).at_a_lock
+
+
+def test_a_thread_that_has_ended() -> None:
+    assert place_of(-1) is None
+    assert signature_of(-1) is None
+
+
+def test_where_an_exception_came_from() -> None:
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        int("x")
+    assert place_of_error(caught.value).where() == f"test_place.py:{this_line() - 1}"
+    assert described(caught.value).startswith("ValueError: invalid literal")
+
+
+def test_an_exception_that_is_being_handled() -> None:
+    def work() -> None:
+        try:
+            raise KeyError("sample 7")
+        except KeyError:
+            time.sleep(0.6)
+
+    assert "KeyError: 'sample 7' (test_place.py" in place_while(work).handling
+
+
+def test_the_condition_around_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            if debug:
+                if accelerator.is_main_process:
+                    a()
+                else:
+                    b()
+            c()
+            """
+        )
+    )
+    assert guard_of(str(script), 4) == "`if accelerator.is_main_process:` (line 3)"
+    assert guard_of(str(script), 6) == "`else of if accelerator.is_main_process:` (line 3)"
+    assert guard_of(str(script), 7) == ""

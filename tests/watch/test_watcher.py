@@ -1,0 +1,80 @@
+"""One watcher per open group, and no trace of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import torch.distributed as dist
+
+from accelerate import Accelerator, PartialState
+from tests.ranks import ranks
+
+
+def watchers() -> int:
+    return sum(thread.name == "accelerate watcher" for thread in threading.enumerate())
+
+
+@ranks(2)
+def test_a_group_has_one_watcher_as_long_as_it_is_open() -> None:
+    accelerator = Accelerator(cpu=True)
+    PartialState()
+    assert watchers() == 1
+    PartialState._reset_state()  # the group stays open
+    assert watchers() == 1
+    accelerator = Accelerator(cpu=True)
+    assert watchers() == 1
+    accelerator.end_training()
+    assert watchers() == 0
+    assert not dist.is_initialized()
+
+
+@ranks(2)
+def test_what_belongs_to_the_program_is_given_back() -> None:
+    def own(number: int, frame: object) -> None:
+        """Handle a signal of the user's."""
+
+    taken = signal.SIGRTMIN + 7
+    signal.signal(taken, own)
+    numbers = range(taken, signal.SIGRTMAX)
+    handlers = [signal.getsignal(number) for number in numbers]
+    exit_before = sys.exit
+    try:
+        accelerator = Accelerator(cpu=True)
+        assert signal.getsignal(taken) is own
+        accelerator.end_training()
+        assert sys.exit is exit_before
+        assert "accelerate" not in getattr(sys.excepthook, "__module__", "")  # torch leaves one of its own
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    finally:
+        signal.signal(taken, signal.SIG_DFL)
+
+
+@ranks(2)
+def test_a_forked_child_leaves_the_watcher_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    child = os.fork()
+    if child == 0:
+        from accelerate import watch
+
+        assert watch._running is not None
+        watch._running.end()  # as the exit functions do
+        os._exit(0 if not watch._running._ended else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert watchers() == 1
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@ranks(2)
+def test_a_group_that_its_user_closes() -> None:
+    Accelerator(cpu=True)
+    dist.destroy_process_group()
+    PartialState._reset_state()
+    from accelerate import watch
+
+    assert watch._running is not None
+    watch._running._thread.join(10)
+    assert watchers() == 0
