@@ -15,32 +15,26 @@ from time import perf_counter
 
 import torch
 
-from accelerate import Accelerator
-
-from .interleave import Comparison, summary
+from .contenders import current
+from .interleave import Comparison
 
 ROUNDS_PER_SAVE = 25
 LAYERS, WIDTH = 64, 1024
 
 
 def run(rounds: int) -> list[Comparison]:
-    """Measure both ways, in turn with the bare side."""
+    """Measure all ways, in turn with the bare side."""
     times = 3 + rounds // ROUNDS_PER_SAVE
     with tempfile.TemporaryDirectory() as folder:
         return _measure(Path(folder), times)
 
 
 def _measure(folder: Path, times: int) -> list[Comparison]:
-    accelerator = Accelerator(cpu=True)
-    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model(torch.randn(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    state = current().saved_state(model, torch.optim.AdamW(model.parameters()))
     checkpoint, raw = folder / "checkpoint", folder / "raw"
-    accelerator.save_state(checkpoint)
-    contents = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    state.save(checkpoint)
+    contents = {str(index): path.read_bytes() for index, path in enumerate(_files(checkpoint))}
 
     def write_raw() -> None:
         raw.mkdir()
@@ -50,30 +44,30 @@ def _measure(folder: Path, times: int) -> list[Comparison]:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def save() -> None:
-        accelerator.save_state(checkpoint)
-
-    def save_in_the_background() -> None:
-        accelerator.save_state(checkpoint, wait=False)
-
     def read_raw() -> None:
-        for path in checkpoint.iterdir():
+        for path in _files(checkpoint):
             path.read_bytes()
 
     costs: dict[str, list[tuple[float, float]]] = {"save": [], "blocked": [], "load": []}
     for _ in range(times):
         bare = _seconds(write_raw, before=lambda: shutil.rmtree(raw, ignore_errors=True))
-        whole = _seconds(save, before=lambda: shutil.rmtree(checkpoint))
+        whole = _seconds(lambda: state.save(checkpoint), before=lambda: shutil.rmtree(checkpoint))
         costs["save"].append((bare, whole))
-        blocked = _seconds(save_in_the_background, before=lambda: shutil.rmtree(checkpoint))
-        accelerator.checkpointer.wait()
-        costs["blocked"].append((whole, blocked))
-        costs["load"].append((_seconds(read_raw), _seconds(lambda: accelerator.load_state(checkpoint))))
-    return [
-        summary("save_state / writing and flushing the same bytes", costs["save"], target=1.15),
-        summary("load_state / reading the same bytes", costs["load"], target=1.5),
-        summary("blocked by save_state(wait=False) / save_state", costs["blocked"], target=0.15),
+        if state.save_in_background is not None:
+            blocked = _seconds(lambda: state.save_in_background(checkpoint), before=lambda: shutil.rmtree(checkpoint))
+            state.wait()
+            costs["blocked"].append((bare, blocked))
+        costs["load"].append((_seconds(read_raw), _seconds(lambda: state.load(checkpoint))))
+    rows = [
+        Comparison("save / writing and flushing the same bytes", costs["save"], 1.15),
+        Comparison("load / reading the same bytes", costs["load"], 1.5),
+        Comparison("blocked by a save in the background / writing the same bytes", costs["blocked"], 0.15),
     ]
+    return [row for row in rows if row.costs]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _seconds(work: Callable[[], object], before: Callable[[], object] | None = None) -> float:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .interleave import Comparison, summary
+from .interleave import Comparison
 
 ROUNDS_PER_COMPILATION = 300
 DEPTH, WIDTH = 12, 64
@@ -72,10 +72,10 @@ def run(rounds: int) -> list[Comparison]:
     backend = "inductor" if _has_compiler() else "aot_eager"
     times = 1 + rounds // ROUNDS_PER_COMPILATION
     pairs = [(measured(backend, regional=False), measured(backend, regional=True)) for _ in range(times)]
-    row = summary(
+    row = Comparison(
         f"compile {DEPTH} blocks one by one, not whole ({backend})",
         [(whole.seconds, regions.seconds) for whole, regions in pairs],
-        target=TARGET,
+        TARGET,
     )
     difference = max(abs(whole.checksum - regions.checksum) for whole, regions in pairs)
     return [replace(row, notes=[f"largest difference of the mean outputs: {difference:.1e}"])]

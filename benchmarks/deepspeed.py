@@ -8,16 +8,15 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 
 from accelerate.config.packages import has_package
 from accelerate.utils import DeepSpeedPlugin
 
-from .ddp import my_share
+from .contenders.bare import my_share
 from .fsdp import blocks
 from .interleave import Comparison, compare, timed
 from .processes import run_on_two
-from .task import BATCH_SIZE, data, our_steps
+from .task import BATCH_SIZE, loader, our_steps
 
 STAGES = (1, 2, 3)
 
@@ -65,7 +64,7 @@ def bare_step(stage: int) -> Iterator[None]:
 
 def bare_steps_of(engine: Any) -> Iterator[None]:
     while True:
-        for inputs, targets in my_share():
+        for inputs, targets in my_share(loader()):
             loss = F.cross_entropy(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
@@ -74,6 +73,5 @@ def bare_steps_of(engine: Any) -> Iterator[None]:
 
 def our_step(stage: int) -> Iterator[None]:
     net = blocks()
-    batches = DataLoader(data(), batch_size=BATCH_SIZE)
     plugin = DeepSpeedPlugin(hf_ds_config=config(stage))
-    return our_steps(net, AdamW(net.parameters()), batches, deepspeed_plugin=plugin)
+    return our_steps(net, AdamW(net.parameters()), loader(), deepspeed_plugin=plugin)

@@ -1,4 +1,4 @@
-"""Importing the library, in terms of importing torch, in fresh interpreters.
+"""Importing a library and making its first object, in terms of importing torch, in fresh interpreters.
 
 Every interpreter does both and reads its own clock of CPU time, so what other processes and the disk do cancels out.
 
@@ -12,9 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
-from .interleave import Comparison, summary
+from .contenders import current
+from .interleave import Comparison
 
 ROUNDS_PER_INTERPRETER = 25
 
@@ -22,31 +22,38 @@ _SCRIPT = """
 import gc, json, sys, time
 begin = time.process_time()
 import torch
-seconds_of_torch = time.process_time() - begin
+torch_only = time.process_time() - begin
 gc.collect()
 before = set(sys.modules)
 begin = time.process_time()
-from accelerate import Accelerator
-seconds = seconds_of_torch + time.process_time() - begin
-packages = {name.partition(".")[0] for name in set(sys.modules) - before}
-packages -= {name.partition(".")[0] for name in before} | set(sys.stdlib_module_names)
-print(json.dumps([seconds_of_torch, seconds, sorted(packages)]))
+{IMPORT}
+imported = torch_only + time.process_time() - begin
+packages = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+packages -= {{name.partition(".")[0] for name in before}} | set(sys.stdlib_module_names)
+{CONSTRUCT}
+constructed = torch_only + time.process_time() - begin
+print(json.dumps([torch_only, imported, constructed, sorted(packages)]))
 """
 
 
 def run(rounds: int) -> list[Comparison]:
     """Measure the import; note which packages it brings that torch alone does not."""
-    _import_in_a_fresh_interpreter()  # compiles what has not been compiled
-    measured = [_import_in_a_fresh_interpreter() for _ in range(2 + rounds // ROUNDS_PER_INTERPRETER)]
-    row = summary("from accelerate import Accelerator", [(bare, ours) for bare, ours, _ in measured], target=1.03)
-    return [replace(row, notes=[f"packages that `import torch` does not bring: {', '.join(measured[0][2])}"])]
+    library = current()
+    script = _SCRIPT.format(IMPORT=library.IMPORT, CONSTRUCT=library.CONSTRUCT or "")
+    _in_a_fresh_interpreter(script)  # compiles what has not been compiled
+    measured = [_in_a_fresh_interpreter(script) for _ in range(2 + rounds // ROUNDS_PER_INTERPRETER)]
+    packages = f"packages that `import torch` does not bring: {', '.join(measured[0][3])}"
+    rows = [Comparison("import the library / import torch", [(row[0], row[1]) for row in measured], 1.03, [packages])]
+    if library.CONSTRUCT is not None:
+        constructed = [(row[0], row[2]) for row in measured]
+        rows.append(Comparison("import the library, make its first object / import torch", constructed))
+    return rows
 
 
-def _import_in_a_fresh_interpreter() -> tuple[float, float, list[str]]:
+def _in_a_fresh_interpreter(script: str) -> tuple[float, float, float, list[str]]:
     # Compiled files are written and found, as those of an installed package are.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    answer = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    bare, ours, packages = json.loads(answer.splitlines()[-1])
-    return bare, ours, packages
+    command = [sys.executable, "-c", script]
+    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    torch_only, imported, constructed, packages = json.loads(answer.splitlines()[-1])
+    return torch_only, imported, constructed, packages

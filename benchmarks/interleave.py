@@ -37,35 +37,52 @@ MOST_BUILDS = 4
 ROUNDS_PER_BUILD = 25
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
-    """One row of the table: what a lap costs in bare PyTorch and through the library."""
+    """One row of the table: what a lap costs in bare PyTorch and through a library."""
 
     what: str
     """What is done in a lap."""
-    bare_us: float
-    """The median cost in bare PyTorch, in microseconds."""
-    ours_us: float
-    """The median cost through the library, in microseconds."""
-    ratio: float
-    """The median over the rounds of ours / bare."""
-    low: float
-    """The lower end of the ratio's 95 % interval."""
-    high: float
-    """The upper end of the ratio's 95 % interval."""
+    costs: list[tuple[float, float]]
+    """The seconds of every round, in bare PyTorch and through the library."""
     target: float | None = None
     """What the ratio must not exceed; None where nothing is promised."""
     notes: list[str] = field(default_factory=list)
     """Findings that are not numbers."""
 
     @property
+    def bare_us(self) -> float:
+        """The median cost in bare PyTorch, in microseconds."""
+        return median(bare for bare, _ in self.costs) * 1e6
+
+    @property
+    def library_us(self) -> float:
+        """The median cost through the library, in microseconds."""
+        return median(library for _, library in self.costs) * 1e6
+
+    @property
+    def ratio(self) -> float:
+        """The median over the rounds of library / bare."""
+        return median(self._ratios)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the ratio."""
+        return _median_interval(self._ratios)
+
+    @property
+    def _ratios(self) -> list[float]:
+        return sorted(library / bare for bare, library in self.costs)
+
+    @property
     def verdict(self) -> Verdict:
         """Tell whether the target is met, or whether the interval leaves that open."""
         if self.target is None:
             return "-"
-        if self.high <= self.target:
+        low, high = self.interval
+        if high <= self.target:
             return "met"
-        return "missed" if self.low > self.target else "unclear"
+        return "missed" if low > self.target else "unclear"
 
 
 def timed(steps: Iterator[object], fence: Callable[[], object] | None = None) -> Lap:
@@ -87,7 +104,7 @@ def timed(steps: Iterator[object], fence: Callable[[], object] | None = None) ->
 def compare(
     what: str,
     bare: Callable[[], Lap],
-    ours: Callable[[], Lap],
+    library: Callable[[], Lap],
     *,
     rounds: int,
     target: float | None = None,
@@ -97,33 +114,18 @@ def compare(
     order = ORDER
     costs: list[tuple[float, float]] = []
     for build in range(builds):
-        laps = _built(bare, ours, library_first=build % 2 == 1)
+        laps = _built(bare, library, library_first=build % 2 == 1)
         with _without_garbage_collection():
-            for _ in range(_share(rounds, builds, build)):
+            for _ in range(share(rounds, builds, build)):
                 times = [(side, laps[side]()) for side in order]
                 costs.append((_fastest("A", times), _fastest("B", times)))
                 order = order.translate(MIRRORED)
-    return summary(what, costs, target)
+    return Comparison(what, costs, target)
 
 
-def summary(what: str, costs: list[tuple[float, float]], target: float | None = None) -> Comparison:
-    """Sum up rounds, each with its cost in bare PyTorch and through the library, in seconds."""
-    ratios = sorted(b / a for a, b in costs)
-    low, high = _median_interval(ratios)
-    return Comparison(
-        what=what,
-        bare_us=median(a for a, _ in costs) * 1e6,
-        ours_us=median(b for _, b in costs) * 1e6,
-        ratio=median(ratios),
-        low=low,
-        high=high,
-        target=target,
-    )
-
-
-def _built(bare: Callable[[], Lap], ours: Callable[[], Lap], *, library_first: bool) -> dict[str, Lap]:
+def _built(bare: Callable[[], Lap], library: Callable[[], Lap], *, library_first: bool) -> dict[str, Lap]:
     """Build both sides and let them run warm."""
-    sides = [("B", ours), ("A", bare)] if library_first else [("A", bare), ("B", ours)]
+    sides = [("B", library), ("A", bare)] if library_first else [("A", bare), ("B", library)]
     laps = {side: build() for side, build in sides}
     for _ in range(WARM_UP_LAPS):
         for lap in laps.values():
@@ -131,7 +133,7 @@ def _built(bare: Callable[[], Lap], ours: Callable[[], Lap], *, library_first: b
     return laps
 
 
-def _share(total: int, parts: int, index: int) -> int:
+def share(total: int, parts: int, index: int) -> int:
     """Return the size of one of the nearly equal parts of a total."""
     return total * (index + 1) // parts - total * index // parts
 

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accelerate import DataLoaderConfiguration
-
+from .contenders import current
 from .interleave import Comparison, compare, timed
 from .processes import run_on_two
-from .task import BATCH_SIZE, accelerator, data
+from .task import BATCH_SIZE, data
 
 MANY = 4000  # batches: more than are measured, so that no epoch ends on the way
 
@@ -22,25 +21,36 @@ def run(rounds: int) -> list[Comparison]:
     """Measure the next batch: with and without workers, and dispatched."""
     torch.set_num_threads(1)
     rows = [_against_the_plain_loader(rounds, workers) for workers in (0, 2)]
-    return rows + run_on_two(on_every_rank, rounds)
+    if current().DISTRIBUTION == "accelerate":
+        rows += run_on_two(dispatched, rounds)
+    return rows
 
 
 def _against_the_plain_loader(rounds: int, workers: int) -> Comparison:
+    library = current()
     return compare(
         f"next batch of a prepared loader, {workers} workers",
         lambda: timed(forever(plain(workers))),
-        lambda: timed(forever(accelerator().prepare(plain(workers)))),
+        lambda: timed(forever(library.prepared(plain(workers)))),
         rounds=rounds,
         target=1.05,
     )
 
 
-def on_every_rank(rounds: int) -> list[Comparison]:
+def dispatched(rounds: int) -> list[Comparison]:
+    from accelerate import DataLoaderConfiguration
+
+    library = current()
+
+    def batches(dispatch: bool) -> Iterator[Any]:
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        return forever(library.prepared(plain(), dataloader_config=config))
+
     return [
         compare(
-            "next batch dispatched / each process reading its share, 2 processes",
-            lambda: timed(forever(prepared(dispatch=False)), dist.barrier),
-            lambda: timed(forever(prepared(dispatch=True)), dist.barrier),
+            "next batch dispatched / read by each process, 2 processes",
+            lambda: timed(batches(dispatch=False), dist.barrier),
+            lambda: timed(batches(dispatch=True), dist.barrier),
             rounds=rounds,
         )
     ]
@@ -48,11 +58,6 @@ def on_every_rank(rounds: int) -> list[Comparison]:
 
 def plain(workers: int = 0) -> DataLoader[Any]:
     return DataLoader(data(MANY), batch_size=BATCH_SIZE, num_workers=workers, shuffle=True)
-
-
-def prepared(dispatch: bool) -> Any:
-    config = DataLoaderConfiguration(dispatch_batches=dispatch)
-    return accelerator(dataloader_config=config).prepare(plain())
 
 
 def forever(loader: Any) -> Iterator[Any]:

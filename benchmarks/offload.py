@@ -14,39 +14,49 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import disk_offload, init_empty_weights, load_checkpoint_in_model
-from accelerate.checkpoint.model_files import save_model_files
 
-from .interleave import Comparison, summary
+from .interleave import Comparison
 
 LAYERS, WIDTH, ROWS = 32, 2048, 64
 """512 MB of weights in layers of 16 MB."""
 LOADED_LAYERS, SHARDS = 128, 8
 """2 GB of weights, for what loads them from shards."""
 ROUNDS_PER_LAP = 15
+EVERYTHING_ON_CPU = {"": "cpu"}  # accelerate 1.15 cannot load without a map where there is no process group
 
 
 def make_model(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).eval()
 
 
+def write_shards(model: nn.Module, folder: Path, shards: int) -> None:
+    """Write the weights as transformers does: files of equal size, and an index that says where each weight is."""
+    folder.mkdir()
+    weights = model.state_dict()
+    index: dict[str, str] = {}
+    for number in range(shards):
+        names = list(weights)[len(weights) * number // shards : len(weights) * (number + 1) // shards]
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    size = sum(weight.nbytes for weight in weights.values())
+    content = {"metadata": {"total_size": size}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
 def run(rounds: int) -> list[Comparison]:
     """Measure time in this process, and memory in fresh ones."""
     laps = 4 + rounds // ROUNDS_PER_LAP
     with tempfile.TemporaryDirectory() as folder:
-        save_model_files(
-            make_model(LOADED_LAYERS).state_dict(),
-            Path(folder) / "shards",
-            max_shard_size=LOADED_LAYERS * WIDTH * WIDTH * 4 // SHARDS + 1_000_000,
-            safe_serialization=True,
-        )
+        write_shards(make_model(LOADED_LAYERS), Path(folder) / "shards", SHARDS)
         return [
             *_forward(Path(folder), laps),
             _in_a_fresh_process(
@@ -67,8 +77,8 @@ def _forward(folder: Path, laps: int) -> list[Comparison]:
         costs = _alternate(lambda: model(inputs), lambda: on_disk(inputs), laps)
         cold = _from_a_cold_cache(folder / "offload", lambda: model(inputs), lambda: on_disk(inputs), laps // 2)
     return [
-        summary("forward with all weights on disk / plain forward", costs, target=1.25),
-        summary("the same, cold cache / the longer of plain forward and reading", cold, target=1.25),
+        Comparison("forward with all weights on disk / plain forward", costs, 1.25),
+        Comparison("the same, cold cache / the longer of plain forward and reading", cold, 1.25),
     ]
 
 
@@ -101,6 +111,12 @@ def _read(folder: Path) -> None:
                 pass
 
 
+def touch(model: nn.Module) -> None:
+    """Read something of every page: accelerate 1.15 only maps the files, and would not have loaded anything yet."""
+    for parameter in model.parameters():
+        parameter.detach().view(-1)[::1024].sum()
+
+
 def _load(folder: Path, laps: int) -> Comparison:
     shards = folder / "shards"
     with init_empty_weights():
@@ -111,10 +127,11 @@ def _load(folder: Path, laps: int) -> Comparison:
 
     def load() -> None:
         model = copy.deepcopy(empty)
-        load_checkpoint_in_model(model, shards)
+        load_checkpoint_in_model(model, shards, device_map=EVERYTHING_ON_CPU)
+        touch(model)
 
     costs = _alternate(read, load, laps)
-    return summary("load_checkpoint_in_model / reading the same bytes", costs, target=1.5)
+    return Comparison("load_checkpoint_in_model / reading the same bytes", costs, 1.5)
 
 
 def _alternate(bare: Callable[[], object], ours: Callable[[], object], laps: int) -> list[tuple[float, float]]:
@@ -141,8 +158,8 @@ def _in_a_fresh_process(what: str, folder: str, row: str) -> Comparison:
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     expected, measured = json.loads(answer.splitlines()[-1])
     target = 1.3 if what == "memory_of_forward" else 1.05
-    made = summary(row, [(expected * 1e-12, measured * 1e-12)], target)
-    return replace(made, notes=[f"{measured / 1e6:,.1f} MB of {expected / 1e6:,.1f} MB"])
+    notes = [f"{measured / 1e6:,.1f} MB of {expected / 1e6:,.1f} MB"]
+    return Comparison(row, [(expected * 1e-12, measured * 1e-12)], target, notes)
 
 
 def memory_of_forward(folder: str) -> tuple[int, int]:
@@ -167,17 +184,18 @@ def memory_of_load(folder: str) -> tuple[int, int]:
     """Return the bytes of the model and a shard, and those taken by loading it."""
     with init_empty_weights():
         model = make_model(LOADED_LAYERS)
-    load_checkpoint_in_model(nn.Linear(1, 1), _tiny(folder))  # imports
+    load_checkpoint_in_model(nn.Linear(1, 1), _tiny(folder), device_map=EVERYTHING_ON_CPU)  # imports
     before = resident()
     forget_peak()
-    load_checkpoint_in_model(model, Path(folder) / "shards")
+    load_checkpoint_in_model(model, Path(folder) / "shards", device_map=EVERYTHING_ON_CPU)
+    touch(model)
     size = sum(parameter.nbytes for parameter in model.parameters())
     return size + size // SHARDS, peak() - before
 
 
 def _tiny(folder: str) -> Path:
     path = Path(folder) / "tiny"
-    save_model_files(nn.Linear(1, 1).state_dict(), path, max_shard_size="1MB", safe_serialization=True)
+    write_shards(nn.Linear(1, 1), path, 1)
     return path
 
 

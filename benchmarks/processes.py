@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from .contenders import current
 from .interleave import Comparison
 
 WORLD_SIZE = 2
@@ -21,7 +22,11 @@ Benchmark = Callable[[int], list[Comparison]]
 
 
 def run_on_two(benchmark: Benchmark, rounds: int) -> list[Comparison]:
-    """Start two processes, run the benchmark in both, and return what rank 0 measured."""
+    """Run the benchmark in two processes, started as the contender wants it, and return what rank 0 measured."""
+    return getattr(current(), "run_on_two", _spawned)(benchmark, rounds)
+
+
+def _spawned(benchmark: Benchmark, rounds: int) -> list[Comparison]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
     arguments = (benchmark, rounds, store.port, results)

@@ -1,51 +1,58 @@
-"""The table that people read."""
+"""The table that people read, in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from .interleave import Comparison
+from .results import TITLES, Results
 
-HEADER = ("what", "bare us", "ours us", "ratio", "95 % interval", "target", "verdict")
-REFERENCE_HEADER = "reference"
-
-
-def render(rows: Sequence[Comparison], reference: Mapping[str, float] | None = None) -> str:
-    """Lay the rows out in aligned columns, with their notes below.
-
-    `reference` adds a column: for each row's name, the ratio of another version of the library.
-    """
-    lines: list[tuple[str, ...]] = [HEADER, *(_cells(row) for row in rows)]
-    if reference is not None:
-        column = [REFERENCE_HEADER, *(_ratio(reference.get(row.what)) for row in rows)]
-        lines = [(*line, cell) for line, cell in zip(lines, column, strict=True)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    aligned = [_aligned(line, widths) for line in lines]
-    rule = "  ".join("-" * width for width in widths)
-    notes = [f"{row.what}: {note}" for row in rows for note in row.notes]
-    return "\n".join([aligned[0], rule, *aligned[1:], *notes])
+NOT_MEASURED = {
+    "Composer 0.32.1": "it requires torch<2.7.1",
+    "torchtitan 0.3.0": "without a GPU it ends with: No module named 'triton'",
+}
+"""Libraries that were tried beside this torch on a CPU, and why they have no column."""
 
 
-def _cells(row: Comparison) -> tuple[str, ...]:
-    return (
-        row.what,
-        f"{row.bare_us:,.1f}",
-        f"{row.ours_us:,.1f}",
-        _ratio(row.ratio),
-        f"{row.low:.3f} - {row.high:.3f}",
-        "-" if row.target is None else f"{row.target:.2f}",
-        row.verdict,
-    )
+def render(results: Results) -> str:
+    """Lay out one row per measurement and one column per contender, with the notes below."""
+    peers = [name for name in results.contenders if name != "ours"]
+    header = ["what", "bare", "ours (95 % interval)", "target", *(results.title(name) for name in peers)]
+    lines = [header, ["---", *["--:"] * (len(header) - 1)]]
+    for what, known in results.rows.items():
+        first = next(iter(known.values()))
+        others = [f"{known[name].ratio:.2f}" if name in known else "-" for name in peers]
+        lines.append([what, _time(first), _ours(known.get("ours")), _target(known.get("ours")), *others])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = [
+        f"{what}: {note}" for what, known in results.rows.items() if "ours" in known for note in known["ours"].notes
+    ]
+    notes += [f"{_failed(where)} could not: {said}" for where, said in results.failures.items()]
+    if peers:
+        notes += [f"{name} is not measured: {why}" for name, why in NOT_MEASURED.items()]
+    return "\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip()
 
 
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.3f}"
+def _ours(row: Comparison | None) -> str:
+    if row is None:
+        return "-"
+    low, high = row.interval
+    return f"{row.ratio:.3f} ({low:.3f} - {high:.3f})"
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    """Put the first column to the left and the numbers to the right."""
-    first, *rest = (
-        f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest]).rstrip()
+def _target(row: Comparison | None) -> str:
+    return "" if row is None or row.target is None else f"{row.target:.2f} {row.verdict}"
+
+
+def _time(row: Comparison) -> str:
+    """Say what bare PyTorch takes, or how many bytes are expected where memory is measured."""
+    microseconds = row.bare_us
+    if row.what.startswith("peak memory"):
+        return f"{microseconds:,.0f} MB"
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.2f} {unit}"
+    return f"{microseconds:.0f} us"
+
+
+def _failed(where: str) -> str:
+    name, _, subject = where.partition(", ")
+    return f"{subject}: {TITLES[name]}"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, TensorDataset
-
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 WIDTH = 64
 CLASSES = 8
@@ -35,47 +32,13 @@ def data(batches: int = 40) -> Dataset[tuple[Tensor, ...]]:
     return TensorDataset(torch.randn(samples, WIDTH), torch.randint(0, CLASSES, (samples,)))
 
 
-def bare_steps(net: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> Iterator[None]:
-    """Train for ever without a library; yield after every step."""
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+def loader() -> DataLoader[tuple[Tensor, ...]]:
+    """Make a plain loader of the samples."""
+    return DataLoader(data(), batch_size=BATCH_SIZE)
 
 
-def our_steps(net: nn.Module, optimizer: Optimizer, batches: Iterable[Any], **options: Any) -> Iterator[None]:
-    """Train for ever through the library; yield after every step."""
-    accelerate = accelerator(**options)
-    net, optimizer, batches = accelerate.prepare(net, optimizer, batches)
-    while True:
-        for inputs, labels in batches:
-            loss = loss_of(net(inputs), labels)
-            accelerate.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
+def our_steps(net: nn.Module, optimizer: Optimizer, batches: DataLoader[Any], **options: Any) -> Iterator[None]:
+    """Train for ever through an Accelerator, for the subjects that no other library has; yield after every step."""
+    from .contenders import accelerate
 
-
-def our_windows(net: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> Iterator[None]:
-    """Accumulate for ever through the library; yield after every window."""
-    accelerate = accelerator(gradient_accumulation_steps=ACCUMULATION)
-    net, optimizer, batches = accelerate.prepare(net, optimizer, batches)
-    while True:
-        for inputs, labels in batches:
-            with accelerate.accumulate(net):
-                loss = loss_of(net(inputs), labels)
-                accelerate.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerate.sync_gradients:
-                yield
-
-
-def accelerator(**options: Any) -> Accelerator:
-    """Make an Accelerator that shares no settings with an earlier one, in any version of the library."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    return Accelerator(cpu=True, **options)
+    return accelerate.steps(net, optimizer, batches, **options)

@@ -48,6 +48,9 @@ def test_a_position_saved_in_the_last_step_is_the_next_epoch() -> None:
     states = [loader.state_dict() for _ in loader]
     assert [(s["epoch"], s["batches"]) for s in states] == [(0, 1), (1, 0)]
     assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
+    resumed = prepare_data_loader(DataLoader(range(4), batch_size=2))
+    resumed.load_state_dict(states[-1])
+    assert resumed.iteration == 1  # known before it is iterated
 
 
 def test_loading_does_not_disturb_torchs_generator() -> None:

@@ -14,7 +14,7 @@ from accelerate.data_loader import skip_first_batches
 from tests.data.worlds import Data, Step, steps_of
 
 # CI runs a bounded number of examples; ACCELERATE_TEST_EXAMPLES=20000 runs more by hand.
-EXAMPLES = int(os.environ.get("ACCELERATE_TEST_EXAMPLES", "700"))
+EXAMPLES = int(os.environ.get("ACCELERATE_TEST_EXAMPLES", "300"))
 BOUNDED = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ
 )
@@ -128,7 +128,7 @@ def test_skipping_leaves_out_the_first_steps(case: Data, world_size: int, skip: 
     assert [step.batches for step in skipped] == [step.batches for step in whole[skip:]]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=data(workers=2, kind="map", even_batches=True), world_size=st.integers(1, 3), stop=st.integers(1, 4))
 def test_batches_that_workers_prefetched_do_not_count_as_consumed(case: Data, world_size: int, stop: int) -> None:
     assume(usable(case, world_size))

@@ -69,3 +69,17 @@ def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size:
     assert lora["ranks_agree"] == 0.0
     assert lora["changed_outputs"] > 1e-2
     assert max(lora["off_by"].values()) < 1e-6
+
+
+def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
+    found = run_scenario("estimates", world_size=1, directory=tmp_path)
+    data = found["of_the_folder"]
+    assert data["class"] == "LlamaForCausalLM"
+    assert data["estimates"] == found["of_the_file"]["estimates"]
+    single, half, quarter = data["estimates"]
+    assert single["inference"]["weights"] == found["weights"]
+    assert single["largest_layer"] >= found["one_layer"]
+    assert quarter["inference"]["weights"] < half["inference"]["weights"] < single["inference"]["weights"]
+    assert single["left_out"] is None
+    assert single["training"]["activations"] == pytest.approx(found["kept"], rel=0.1)
+    assert 0 < half["training"]["activations"] < single["training"]["activations"]

@@ -117,7 +117,7 @@ def test_ten_thousand_modules_take_no_time() -> None:
         started = time.process_time()
         infer_auto_device_map(model, {0: 300_000, 1: 300_000, "cpu": 10**7}, ["Residual"])
         took.append(time.process_time() - started)
-    assert min(took) <= 0.5, took
+    assert min(took) <= 1.0, took
 
 
 def test_what_cannot_be_placed_is_told_with_numbers() -> None:

@@ -287,3 +287,8 @@ def test_quantised_weights_are_not_sharded() -> None:
     spread = Spread(processes=4, fsdp=True)
     model = on_meta(Transformer)
     assert estimate(model, "int8", spread=spread).inference == estimate(model, "int8").inference
+
+
+def test_a_tensor_is_the_one_argument_of_its_batch() -> None:
+    tokens = torch.ones(2, 4)
+    assert Batch.of(tokens).args == (tokens,)
