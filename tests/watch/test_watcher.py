@@ -10,6 +10,10 @@ import threading
 import torch.distributed as dist
 
 from accelerate import Accelerator, PartialState
+from accelerate.watch.place import COLLECTIVE, USERS, Place
+from accelerate.watch.reports import Report
+from accelerate.watch.verdict import Verdict
+from accelerate.watch.watcher import Watcher
 from tests.ranks import ranks
 
 
@@ -78,3 +82,22 @@ def test_a_group_that_its_user_closes() -> None:
     assert watch._running is not None
     watch._running._thread.join(10)
     assert watchers() == 0
+
+
+@ranks(2)
+def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge() -> None:
+    accelerator = Accelerator(cpu=True)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    watcher._observer.lost_at = Place(phase=COLLECTIVE)
+    before = Report(rank=0, place=Place(phase=USERS), still=0, idle=0)
+    knowing = Report(rank=0, place=Place(phase=COLLECTIVE), still=0, idle=0, lost=True)
+    watcher._act(Verdict(fatal=False, culprits=[0], text="", again_in=1.0), before)
+    watcher._act(Verdict(fatal=False, culprits=[0], text="Rank 0 is busy."), before)
+    assert watcher._heard.empty()
+    assert not watcher._stopping.is_set()
+    watcher._act(Verdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
+    watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
+    assert [watcher._heard.get(timeout=1).text for _ in range(2)] == ["Rank 1 has left.", "Rank 1 is stopped."]
+    assert watcher._stopping.is_set()
+    watcher._interrupter.close()
+    accelerator.end_training()

@@ -108,18 +108,20 @@ class Observer:
     def waits(self) -> bool:
         """Tell whether the thread is in something that other ranks must take part in."""
         place = place_of(self.thread.ident or 0)
-        return place is not None and self._report(place).waits
+        return place is not None and self._report(place, lost=False).waits
 
     def report(self) -> Report:
         """Say where the thread stands now."""
-        place = self.lost_at or place_of(self.thread.ident or 0) or Place(phase="the end of the script")
-        report = self._report(place)
+        lost_at = self.lost_at  # once: the thread may set it while it is being looked at
+        place = lost_at or place_of(self.thread.ident or 0) or Place(phase="the end of the script")
+        lost = lost_at is not None
+        report = self._report(place, lost)
         if report.at_a_lock and _children_compute():
             self._worked = time.monotonic()
-            report = self._report(place)
+            report = self._report(place, lost)
         return replace(report, recorded=newest_collective())
 
-    def _report(self, place: Place) -> Report:
+    def _report(self, place: Place, lost: bool) -> Report:
         now = time.monotonic()
         return Report(
             rank=self.rank,
@@ -127,7 +129,7 @@ class Observer:
             still=now - self._moved,
             idle=now - self._worked,
             at_a_lock=place.at_a_lock and _sleeps_at_locks(self.thread),
-            lost=self.lost_at is not None,
+            lost=lost,
             begun=_begun(),
             in_parts=any(group.size() < dist.get_world_size() for group in _groups()),
         )

@@ -147,14 +147,16 @@ class Watcher:
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
-        self._excepthook(kind, error, trace)
-        if os.getpid() != self._pid or self._stopping.is_set():
-            return
-        if not is_of_a_lost_peer(error):
+        watched = os.getpid() == self._pid and not self._stopping.is_set()
+        lost = watched and is_of_a_lost_peer(error)
+        if lost:  # first of all: from here on nobody takes the printing below for what this rank does
+            self._observer.lost_at = place_of_error(error)
+            self._asked.set()
+        elif watched:
             self._ending = f"has failed: {described(error)}"
+        self._excepthook(kind, error, trace)
+        if not lost:
             return
-        self._observer.lost_at = place_of_error(error)
-        self._asked.set()
         with suppress(queue.Empty):
             verdict = self._heard.get(timeout=self._seconds_for_reports + 5)
             explanation = f"Rank {self.rank}: {verdict.text}"
@@ -191,7 +193,7 @@ class Watcher:
                     self._without_store = self._state_of_the_keeper()
             if self._without_store is not None and self._is_stuck():
                 report = self._observer.report()
-                self._act(judge({self.rank: report}, self._without_store, self.threshold))
+                self._act(judge({self.rank: report}, self._without_store, self.threshold), report)
 
     def _rest(self, seconds: float) -> None:
         """Wait for the next question, and meanwhile compare with the others how long steps take."""
@@ -231,7 +233,8 @@ class Watcher:
         """Report, hear the verdict, and act on it."""
         number = self._round
         self._round += 1
-        self._store.set(f"report/{number}/{self.rank}", self._observer.report().to_json())
+        report = self._observer.report()
+        self._store.set(f"report/{number}/{self.rank}", report.to_json())
         self._store.add(f"reports/{number}", 1)
         told = f"verdict/{number}"
         if self._store.add(f"judges/{number}", 1) == 1:
@@ -249,10 +252,12 @@ class Watcher:
         self._store.add(f"heard/{number}", 1)
         if self.rank == 0:  # whose process may hold the store
             self._wait_until(lambda: self._store.add(f"heard/{number}", 0) >= self._store.add(f"reports/{number}", 0))
-        self._act(verdict)
+        self._act(verdict, report)
 
-    def _act(self, verdict: Verdict) -> None:
+    def _act(self, verdict: Verdict, own: Report) -> None:
         if self._observer.lost_at is not None:  # the training thread has its error, and waits for the explanation
+            if not verdict.fatal and not own.lost:
+                return  # nobody knew that when it was judged: the next round does
             self._heard.put(verdict)
             self._stopping.set()
         elif verdict.again_in:

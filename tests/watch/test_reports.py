@@ -1,0 +1,32 @@
+"""What a process says of itself is of one moment."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from accelerate.watch import reports
+from accelerate.watch.place import COLLECTIVE, USERS, Place, place_of
+from accelerate.watch.reports import Observer
+
+
+def test_a_peer_that_is_lost_while_the_thread_is_looked_at_is_for_the_next_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observer = Observer(3, threading.current_thread())
+    call = Place(phase=COLLECTIVE, call="wait_for_everyone()")
+
+    def look_and_lose(thread: int) -> Place | None:
+        place = place_of(thread)
+        observer.lost_at = call
+        return place
+
+    monkeypatch.setattr(reports, "place_of", look_and_lose)
+    during, after = observer.report(), observer.report()
+    assert not during.lost
+    assert not during.waits
+    assert during.place.phase == USERS
+    assert after.lost
+    assert after.waits
+    assert after.place is call
