@@ -112,13 +112,26 @@ def handled_exception(training: Training) -> None:
 
 def stopped(training: Training) -> None:
     if training.rank == 1:
-        child = os.fork()
-        if child == 0:  # wakes its parent up, when the others have waited long enough
-            time.sleep(THRESHOLD + 4)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        _stop_for(THRESHOLD + 4)
     training.accelerator.wait_for_everyone()  # WAITS
+
+
+def late_and_gone(training: Training) -> None:
+    """Rank 1 arrives while the others collect reports, and has left before they judge: nothing is wrong."""
+    if training.rank == 1:
+        _stop_for(THRESHOLD + 1.2)
+    training.accelerator.wait_for_everyone()
+    if training.rank != 1:
+        time.sleep(THRESHOLD + 2)
+
+
+def _stop_for(seconds: float) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def killed(training: Training) -> None:

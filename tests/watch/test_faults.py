@@ -76,7 +76,7 @@ GONE = {
     "first_rank_exits": (0, "has left: sys.exit(0) at"),
     "unused_parameters": (1, "has failed: RuntimeError: Expected to have finished reduction"),
 }
-NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread")
+NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread", "late_and_gone")
 OTHERS = ("ragged_shapes", "handled_exception", "lock_and_collective", "in_a_thread")
 
 
@@ -184,6 +184,12 @@ def test_a_rank_that_may_come_back_is_waited_for(folder: Path, fault: str, notic
         ]
         assert 2 <= len(waits) <= 3  # at 1, 2 and 4 times the threshold: 5 times are waited for
         assert all(later >= 1.6 * earlier for earlier, later in zip(sorted(waits), sorted(waits)[1:], strict=False))
+
+
+def test_nobody_is_judged_by_a_report_that_is_no_longer_true(folder: Path) -> None:
+    for each in read(folder, "late_and_gone"):
+        assert each.code == 0, each.printed
+        assert "Error" not in each.printed
 
 
 def test_an_accelerator_of_another_thread_is_told_in_that_thread(folder: Path) -> None:

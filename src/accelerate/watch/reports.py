@@ -56,6 +56,11 @@ class Report:
         return self.place.phase == COLLECTIVE or (self.in_a_pass and self.idle > 0)
 
     @property
+    def is_of_a_wait(self) -> bool:
+        """Whether it says that the thread waits, for ranks or at a lock: no longer true once the thread moves."""
+        return not self.lost and (self.waits or self.at_a_lock)
+
+    @property
     def in_a_pass(self) -> bool:
         """Whether it is in a forward or backward pass, whose collectives start below Python."""
         return self.place.phase in (BACKWARD, FORWARD)
@@ -104,6 +109,12 @@ class Observer:
                 self._worked = now
             self._looked, self._cpu = now, cpu
         return now - self._moved
+
+    def has_moved(self) -> bool:
+        """Look again; tell whether the thread has run on since the last look."""
+        before = self._signature
+        self.look()
+        return bool(before != self._signature)
 
     def waits(self) -> bool:
         """Tell whether the thread is in something that other ranks must take part in."""

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -29,16 +28,16 @@ import torch.distributed as dist
 from ..runtime import phases
 from .exchange import Exchange
 from .interrupting import Interrupter
+from .meeting import Meeting, absence_of, wait_until
 from .place import described, place_of_caller, place_of_error
-from .reports import Observer, Report, state_of_process
+from .reports import Observer, Report
 from .verdict import Absence, Verdict, judge
 
 logger = logging.getLogger(__name__)
 
-SECONDS_FOR_REPORTS = 2.5
-"""How long the judge waits for the reports of the others."""
 SECONDS_BETWEEN_QUESTIONS = 2.0
 SECONDS_BETWEEN_QUESTIONS_OF_A_SUSPECT = 0.25
+SECONDS_TO_MEET_RANK_0 = 1.0
 SECONDS_TO_FINISH = 3.0
 RANKS_PER_SECOND = 2_000
 """Questions per second that all ranks together ask of the store: with more ranks each asks less often."""
@@ -81,7 +80,7 @@ class Watcher:
         self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
         self._fewest_seconds = world_size / RANKS_PER_SECOND
         self._period = max(min(SECONDS_BETWEEN_QUESTIONS, threshold / 4), self._fewest_seconds)
-        self._seconds_for_reports = max(SECONDS_FOR_REPORTS, 2 * self._period)
+        self._meeting = Meeting(store, self._observer, world_size, threshold, 2 * self._period)
         self._excepthook = sys.excepthook
         self._exit: Any = sys.exit
         self._thread = threading.Thread(target=self._watch, name="accelerate watcher", daemon=True)
@@ -143,7 +142,7 @@ class Watcher:
         self._store.add("gone", 1)
         if self.rank == 0:
             self._store.set(f"alarm/{self._round}", f"0 {self._ending}")
-            self._wait_until(lambda: self._store.add("gone", 0) >= self.world_size)
+            wait_until(lambda: self._store.add("gone", 0) >= self.world_size, self._meeting.seconds)
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
@@ -158,7 +157,7 @@ class Watcher:
         if not lost:
             return
         with suppress(queue.Empty):
-            verdict = self._heard.get(timeout=self._seconds_for_reports + 5)
+            verdict = self._heard.get(timeout=2 * self._meeting.seconds + 5)
             explanation = f"Rank {self.rank}: {verdict.text}"
             print(explanation, file=sys.stderr, flush=True)
             told: Any = error
@@ -171,6 +170,9 @@ class Watcher:
         raise SystemExit(status)
 
     def _watch(self) -> None:
+        with suppress(*_STORE_IS_GONE):  # at once: when rank 0 is killed, nobody is left to ask who it was
+            self._store.wait(["who/0"], timedelta(seconds=min(self._period, SECONDS_TO_MEET_RANK_0)))
+            self._find_the_keeper()
         while not self._stopping.is_set():
             still = self._observer.look()
             if still < self.threshold / 2:  # it has moved since it was last waited for
@@ -214,9 +216,7 @@ class Watcher:
 
     def _ask(self) -> None:
         """Ask the one question, whether anybody is stuck."""
-        if self._keeper is None and self._store.check(["who/0"]):
-            host, pid = json.loads(self._store.get("who/0"))
-            self._keeper = host, pid
+        self._find_the_keeper()
         alarm = f"alarm/{self._round}"
         if self._is_stuck() and not self._store.check([alarm]):
             self._store.set(alarm, str(self.rank))
@@ -230,34 +230,18 @@ class Watcher:
             self._meet()
 
     def _meet(self) -> None:
-        """Report, hear the verdict, and act on it."""
+        """Meet the others over what stands still, and act on the verdict."""
         number = self._round
         self._round += 1
-        report = self._observer.report()
-        self._store.set(f"report/{number}/{self.rank}", report.to_json())
-        self._store.add(f"reports/{number}", 1)
-        told = f"verdict/{number}"
-        if self._store.add(f"judges/{number}", 1) == 1:
-            reports, absent = self._collect(number)
-            verdict = judge(reports, absent, self.threshold)
-            self._store.set(told, verdict.to_json())
-            if not verdict.fatal and verdict.text:
-                logger.warning("%s", verdict.text)
-        else:
-            with suppress(RuntimeError):  # one question that the store answers later: 10,000 ranks ask it at once
-                self._store.wait([told], timedelta(seconds=self._seconds_for_reports + 5))
-            if not self._store.check([told]):
-                return  # the judge is gone: the next round has another one
-            verdict = Verdict.from_json(self._store.get(told))
-        self._store.add(f"heard/{number}", 1)
-        if self.rank == 0:  # whose process may hold the store
-            self._wait_until(lambda: self._store.add(f"heard/{number}", 0) >= self._store.add(f"reports/{number}", 0))
-        self._act(verdict, report)
+        met = self._meeting.hold(number)
+        if met is not None:  # else the judge is gone: the next round has another one
+            self._act(*met)
 
     def _act(self, verdict: Verdict, own: Report) -> None:
         if self._observer.lost_at is not None:  # the training thread has its error, and waits for the explanation
-            if not verdict.fatal and not own.lost:
-                return  # nobody knew that when it was judged: the next round does
+            if verdict.again_in or not (verdict.fatal or own.lost):  # nobody knew that when it was judged
+                self._asked.set()
+                return
             self._heard.put(verdict)
             self._stopping.set()
         elif verdict.again_in:
@@ -269,47 +253,14 @@ class Watcher:
             leaves_first = self.rank == verdict.leaves_first
             self._interrupter.interrupt(f"Rank {self.rank}: {verdict.text}", leaves_first=leaves_first)
 
-    def _collect(self, number: int) -> tuple[dict[int, Report], dict[int, Absence]]:
-        """Wait for reports until every rank has sent one or is known to be gone."""
-        everybody = set(range(self.world_size))
-        keys = {rank: f"report/{number}/{rank}" for rank in everybody}
-        there: set[int] = set()
-        absent: dict[int, Absence] = {}
-
-        def complete() -> bool:
-            if self._store.add(f"reports/{number}", 0) >= self.world_size:
-                there.update(everybody)
-                return True
-            there.update(rank for rank in everybody - there if self._store.check([keys[rank]]))
-            absent.clear()
-            absent.update(self._absences(everybody - there))
-            return all(absence.for_good for absence in absent.values()) and there | set(absent) == everybody
-
-        self._wait_until(complete, pause=0.2)
-        ordered = sorted(there)
-        texts = self._store.multi_get([keys[rank] for rank in ordered])
-        reports = {rank: Report.from_json(text) for rank, text in zip(ordered, texts, strict=True)}
-        return reports, {rank: absence for rank, absence in absent.items() if rank not in there}
-
-    def _absences(self, ranks: set[int]) -> dict[int, Absence]:
-        found = {}
-        for rank in sorted(ranks):
-            if self._store.check([f"left/{rank}"]):
-                found[rank] = Absence(self._store.get(f"left/{rank}").decode(), for_good=True)
-            elif self._store.check([f"who/{rank}"]):
-                host, pid = json.loads(self._store.get(f"who/{rank}"))
-                found[rank] = _absence_of(host, pid)
-        return found
+    def _find_the_keeper(self) -> None:
+        if self._keeper is None and self._store.check(["who/0"]):
+            host, pid = json.loads(self._store.get("who/0"))
+            self._keeper = host, pid
 
     def _state_of_the_keeper(self) -> dict[int, Absence]:
-        return {} if self._keeper is None or self.rank == 0 else {0: _absence_of(*self._keeper)}
-
-    def _wait_until(self, condition: Callable[[], bool], pause: float = 0.05) -> None:
-        until = time.monotonic() + self._seconds_for_reports
-        while time.monotonic() < until and not condition():
-            time.sleep(pause)
-
-
-def _absence_of(host: str, pid: int) -> Absence:
-    how = state_of_process(host, pid)
-    return Absence(how, for_good=how.startswith("is dead"))
+        if self.rank == 0:
+            return {}
+        if self._keeper is None:
+            return {0: Absence("has not been heard of, and the store does not answer", for_good=False)}
+        return {0: absence_of(*self._keeper)}
