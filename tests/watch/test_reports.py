@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from accelerate.watch import reports
-from accelerate.watch.place import COLLECTIVE, USERS, Place, place_of
+from accelerate.watch.place import Place, place_of
 from accelerate.watch.reports import Observer
 
 
@@ -15,18 +15,17 @@ def test_a_peer_that_is_lost_while_the_thread_is_looked_at_is_for_the_next_repor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observer = Observer(3, threading.current_thread())
-    call = Place(phase=COLLECTIVE, call="wait_for_everyone()")
+    error = RuntimeError("Connection closed by peer")
 
     def look_and_lose(thread: int) -> Place | None:
         place = place_of(thread)
-        observer.lost_at = call
+        observer.lost_by = error
         return place
 
     monkeypatch.setattr(reports, "place_of", look_and_lose)
     during, after = observer.report(), observer.report()
     assert not during.lost
     assert not during.waits
-    assert during.place.phase == USERS
+    assert during.place.source == "place = place_of(thread)"
     assert after.lost
     assert after.waits
-    assert after.place is call

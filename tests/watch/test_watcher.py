@@ -85,10 +85,22 @@ def test_a_group_that_its_user_closes() -> None:
 
 
 @ranks(2)
+def test_a_notice_comes_again_after_twice_the_time() -> None:
+    accelerator = Accelerator(cpu=True)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    own = Report(rank=0, place=Place(phase=COLLECTIVE), still=3, idle=3)
+    for expected in (6.0, 12.0, 24.0):
+        watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
+        assert watcher._patience == expected
+    watcher._interrupter.close()
+    accelerator.end_training()
+
+
+@ranks(2)
 def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
-    watcher._observer.lost_at = Place(phase=COLLECTIVE)
+    watcher._observer.lost_by = RuntimeError("Connection closed by peer")
     before = Report(rank=0, place=Place(phase=USERS), still=0, idle=0)
     knowing = Report(rank=0, place=Place(phase=COLLECTIVE), still=0, idle=0, lost=True)
     watcher._act(Verdict(fatal=False, culprits=[0], text="", again_in=1.0), before)

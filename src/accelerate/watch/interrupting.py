@@ -57,19 +57,26 @@ class Interrupter:
         if self._has_signal() and threading.current_thread() is threading.main_thread():
             signal.signal(self._signal, signal.SIG_DFL)  # type: ignore[arg-type]
 
+    def spare_this_thread(self) -> None:
+        """Raise nothing from now on in the thread that calls: it tells by itself."""
+        if threading.current_thread() is self._thread:
+            self._take_the_telling()
+
     def interrupt(self, message: str, *, leaves_first: bool) -> None:
         """Make the thread raise a `StuckError`; called from another thread. See [Note: who leaves first]."""
         self._message = message
         sys.settrace(None)  # see [Note: traced threads]
         sys.setprofile(None)
-        self._send()
+        if not self._telling.locked():
+            self._send()
         until = time.monotonic() + (SECONDS_BEFORE_THE_FIRST_LEAVES if leaves_first else SECONDS_TO_RAISE)
         while time.monotonic() < until:
             if self._telling.locked() or not self._thread.is_alive():
                 return
             _abort_groups()
             time.sleep(0.1)
-        if self._telling.acquire(blocking=False):
+        self.leaves = self._telling.acquire(blocking=False)
+        if self.leaves:
             self._leave()
 
     def _has_signal(self) -> bool:
@@ -80,7 +87,7 @@ class Interrupter:
         if self._has_signal():
             signal.pthread_kill(thread, self._signal)  # type: ignore[arg-type]
             return
-        tell, text = self._tell, self._message
+        tell, text = self._take_the_telling, self._message
 
         class Told(StuckError):
             """Python makes the instance itself, in the other thread, without arguments."""
@@ -94,17 +101,18 @@ class Interrupter:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Told))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._tell()
-        raise StuckError(self._message)
+        if self._take_the_telling():
+            raise StuckError(self._message)
 
-    def _tell(self) -> None:
-        """Take the telling for the thread that calls; if the process is being ended without it, hold still."""
-        if not self._telling.acquire(blocking=False):
+    def _take_the_telling(self) -> bool:
+        """Take it for the thread that calls, unless it has it already; if `_leave` has it, hold still until the end."""
+        taken = self._telling.acquire(blocking=False)
+        if not taken and self.leaves:
             time.sleep(10 * SECONDS_FOR_LAST_WORDS)
+        return taken
 
     def _leave(self) -> None:
         """End the process as if the thread had raised where it stands."""
-        self.leaves = True
         trace = _traceback(sys._current_frames().get(self._thread.ident or 0))
         error = StuckError(self._message).with_traceback(trace)
         with suppress(Exception):

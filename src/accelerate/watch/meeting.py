@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 SECONDS_FOR_REPORTS = 2.5
 """How long the judge waits for the others, at least."""
 SECONDS_TO_LOOK_AGAIN = 0.5
+SECONDS_TO_COME_BACK = 3.0
+"""After its last call a rank leaves, and another one, on a busy machine, may only then come back from that call."""
 
 # [Note: reports are of different moments]
 # Between the first report and the last one a rank that was late may arrive: the others go on, and what they reported
@@ -58,6 +60,8 @@ class Meeting:
         """Judge what the others report, and tell them."""
         reports, absent = self._collect(number)
         verdict = judge(reports, absent, self._threshold)
+        if verdict.fatal and absent and not any(report.lost for report in reports.values()):
+            time.sleep(SECONDS_TO_COME_BACK)
         self._store.set(f"judged/{number}", "")
         self._look_again(number, own)  # see [Note: reports are of different moments]
         self._wait_until(lambda: self._count("unmoved", number) + self._count("moved", number) >= len(reports))
@@ -69,7 +73,8 @@ class Meeting:
         return verdict
 
     def _look_again(self, number: int, report: Report) -> None:
-        moved = report.is_of_a_wait and self._observer.has_moved()
+        lost_since = self._observer.lost_by is not None and not report.lost
+        moved = lost_since or (report.is_of_a_wait and self._observer.has_moved())
         self._store.add(f"{'moved' if moved else 'unmoved'}/{number}", 1)
 
     def _appears(self, key: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, place_of, signature_of
+from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, place_of, place_of_error, signature_of
 from .recorder import newest_collective
 
 SECONDS_TO_COUNT_AS_WAITING = 1.0
@@ -90,8 +90,8 @@ class Observer:
         self._signature: Any = None
         self._moved = self._worked = self._looked = time.monotonic()
         self._cpu = time.process_time()
-        self.lost_at: Place | None = None
-        """Where a call failed because a peer was gone."""
+        self.lost_by: BaseException | None = None
+        """The error of a call that failed because a peer was gone."""
 
     @property
     def thread(self) -> threading.Thread:
@@ -123,9 +123,10 @@ class Observer:
 
     def report(self) -> Report:
         """Say where the thread stands now."""
-        lost_at = self.lost_at  # once: the thread may set it while it is being looked at
-        place = lost_at or place_of(self.thread.ident or 0) or Place(phase="the end of the script")
-        lost = lost_at is not None
+        error = self.lost_by  # once: the thread may set it while it is being looked at
+        lost = error is not None
+        place = place_of_error(error) if error is not None else place_of(self.thread.ident or 0)
+        place = place or Place(phase="the end of the script")
         report = self._report(place, lost)
         if report.at_a_lock and _children_compute():
             self._worked = time.monotonic()

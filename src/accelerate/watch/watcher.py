@@ -28,16 +28,15 @@ import torch.distributed as dist
 from ..runtime import phases
 from .exchange import Exchange
 from .interrupting import Interrupter
-from .meeting import Meeting, absence_of, wait_until
-from .place import described, place_of_caller, place_of_error
+from .meeting import SECONDS_TO_COME_BACK, Meeting, absence_of, wait_until
+from .place import described, place_of_caller
 from .reports import Observer, Report
 from .verdict import Absence, Verdict, judge
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_QUESTIONS = 2.0
-SECONDS_BETWEEN_QUESTIONS_OF_A_SUSPECT = 0.25
-SECONDS_TO_MEET_RANK_0 = 1.0
+SECONDS_BETWEEN_SOON_QUESTIONS = 0.25
 SECONDS_TO_FINISH = 3.0
 RANKS_PER_SECOND = 2_000
 """Questions per second that all ranks together ask of the store: with more ranks each asks less often."""
@@ -146,12 +145,13 @@ class Watcher:
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
-        watched = os.getpid() == self._pid and not self._stopping.is_set()
+        watched = os.getpid() == self._pid and not self._ended
         lost = watched and is_of_a_lost_peer(error)
         if lost:  # first of all: from here on nobody takes the printing below for what this rank does
-            self._observer.lost_at = place_of_error(error)
+            self._observer.lost_by = error
+            self._interrupter.spare_this_thread()
             self._asked.set()
-        elif watched:
+        elif watched and not self._stopping.is_set():
             self._ending = f"has failed: {described(error)}"
         self._excepthook(kind, error, trace)
         if not lost:
@@ -170,15 +170,12 @@ class Watcher:
         raise SystemExit(status)
 
     def _watch(self) -> None:
-        with suppress(*_STORE_IS_GONE):  # at once: when rank 0 is killed, nobody is left to ask who it was
-            self._store.wait(["who/0"], timedelta(seconds=min(self._period, SECONDS_TO_MEET_RANK_0)))
-            self._find_the_keeper()
         while not self._stopping.is_set():
             still = self._observer.look()
             if still < self.threshold / 2:  # it has moved since it was last waited for
                 self._patience = self.threshold
-            suspect = still >= self._patience / 2
-            seconds = SECONDS_BETWEEN_QUESTIONS_OF_A_SUSPECT if suspect else self._period
+            soon = still >= self._patience / 2 or self._keeper is None  # whom nobody knows once it is killed
+            seconds = SECONDS_BETWEEN_SOON_QUESTIONS if soon else self._period
             self._rest(max(min(seconds, self._period), self._fewest_seconds))
             self._asked.clear()
             if self._stopping.is_set():
@@ -192,7 +189,7 @@ class Watcher:
                     self._ask()
                 except _STORE_IS_GONE as error:
                     logger.debug("Rank %d: the store is gone.", self.rank, exc_info=error)
-                    self._without_store = self._state_of_the_keeper()
+                    self._go_on_without_store(self._state_of_the_keeper())
             if self._without_store is not None and self._is_stuck():
                 report = self._observer.report()
                 self._act(judge({self.rank: report}, self._without_store, self.threshold), report)
@@ -212,7 +209,7 @@ class Watcher:
 
     def _is_stuck(self) -> bool:
         still = self._observer.look()
-        return self._observer.lost_at is not None or (still >= self._patience and self._observer.waits())
+        return self._observer.lost_by is not None or (still >= self._patience and self._observer.waits())
 
     def _ask(self) -> None:
         """Ask the one question, whether anybody is stuck."""
@@ -225,7 +222,7 @@ class Watcher:
         farewell = self._store.get(alarm).decode().partition(" ")[2]
         if farewell:
             self._store.add("gone", 1)
-            self._without_store = {0: Absence(farewell, for_good=True)}
+            self._go_on_without_store({0: Absence(farewell, for_good=True)})
         else:
             self._meet()
 
@@ -238,7 +235,7 @@ class Watcher:
             self._act(*met)
 
     def _act(self, verdict: Verdict, own: Report) -> None:
-        if self._observer.lost_at is not None:  # the training thread has its error, and waits for the explanation
+        if self._observer.lost_by is not None:  # the training thread has its error, and waits for the explanation
             if verdict.again_in or not (verdict.fatal or own.lost):  # nobody knew that when it was judged
                 self._asked.set()
                 return
@@ -249,9 +246,14 @@ class Watcher:
         elif not verdict.fatal:
             self._patience = max(self._patience, self._observer.look()) * 2
         elif not self._stopping.is_set():
+            self._heard.put(verdict)  # its wait may end by an error at this very moment
             self._stopping.set()
             leaves_first = self.rank == verdict.leaves_first
             self._interrupter.interrupt(f"Rank {self.rank}: {verdict.text}", leaves_first=leaves_first)
+
+    def _go_on_without_store(self, absent: dict[int, Absence]) -> None:
+        self._without_store = absent
+        self._patience = max(self._patience, self._observer.look() + SECONDS_TO_COME_BACK)
 
     def _find_the_keeper(self) -> None:
         if self._keeper is None and self._store.check(["who/0"]):
