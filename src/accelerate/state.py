@@ -191,11 +191,11 @@ class PartialState:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Let rank 0 run the block before the others."""
-        return self._runtime.ahead(self.is_main_process)
+        return self._runtime.main_process_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process of every host run the block before the others."""
-        return self._runtime.ahead(self.is_local_main_process)
+        return self._runtime.main_process_first(self.is_local_main_process)
 
     def on_main_process(self, function: F | None = None) -> Any:
         """Run the decorated function on rank 0 only."""

@@ -65,7 +65,7 @@ def test_a_single_process_has_no_group_and_waits_for_nobody() -> None:
     assert runtime.distributed_type == DistributedType.NO
     assert (runtime.backend, runtime.device, runtime.owns_group) == (None, torch.device("cpu"), False)
     runtime.barrier()
-    with runtime.ahead(False):
+    with runtime.main_process_first(False):
         pass
     assert not dist.is_initialized()
 
@@ -269,7 +269,7 @@ def test_a_barrier_waits_for_the_last() -> None:
 
 
 def entered_and_left(runtime: Runtime, goes_first: bool, block: Callable[[], None]) -> list[tuple[float, float]]:
-    with runtime.ahead(goes_first):
+    with runtime.main_process_first(goes_first):
         entered = time.monotonic()
         block()
         left = time.monotonic()
@@ -294,10 +294,10 @@ def fail() -> None:
 def test_an_error_of_who_goes_first_releases_the_others() -> None:
     runtime = Runtime.start()
     if runtime.is_main_process:
-        with pytest.raises(KeyError, match="the reason"), runtime.ahead(True):
+        with pytest.raises(KeyError, match="the reason"), runtime.main_process_first(True):
             fail()
     else:
-        with runtime.ahead(False):
+        with runtime.main_process_first(False):
             pass
     assert sum_of_ranks() == 3, "the ranks are still in step"
 
@@ -306,10 +306,10 @@ def test_an_error_of_who_goes_first_releases_the_others() -> None:
 def test_an_error_of_who_goes_second_concerns_nobody_else() -> None:
     runtime = Runtime.start()
     if runtime.process_index == 2:
-        with pytest.raises(KeyError, match="the reason"), runtime.ahead(False):
+        with pytest.raises(KeyError, match="the reason"), runtime.main_process_first(False):
             fail()
     else:
-        with runtime.ahead(runtime.is_main_process):
+        with runtime.main_process_first(runtime.is_main_process):
             pass
     assert sum_of_ranks() == 3
 

@@ -6,6 +6,7 @@ printed is in `FOLDER/NAME.r`, with its exit code as the last line.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pdb
 import random
@@ -197,6 +198,27 @@ def upload_in_a_thread(training: Training) -> None:
         upload = threading.Thread(target=time.sleep, args=(3 * THRESHOLD,))
         upload.start()
         upload.join()  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def download_in_native_code(training: Training) -> None:
+    """Rank 0 waits for a thread that waits inside a library, for threads that Python does not know."""
+    if training.accelerator.is_main_process:
+        libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.sem_init(semaphore, 0, 0)
+        threading.Timer(3 * THRESHOLD, libc.sem_post, (semaphore,)).start()
+        download = threading.Thread(target=libc.sem_wait, args=(semaphore,))
+        download.start()
+        download.join()  # CULPRIT
+    training.accelerator.wait_for_everyone()  # WAITS
+
+
+def late_for_a_turn(training: Training) -> None:
+    """Rank 0 has had its turn, and is ahead of those who wait for theirs until rank 3 has come."""
+    if training.rank == 3:
+        time.sleep(3 * THRESHOLD)  # CULPRIT
+    with training.accelerator.main_process_first():
+        pass
     training.accelerator.wait_for_everyone()  # WAITS
 
 

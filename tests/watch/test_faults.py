@@ -76,7 +76,8 @@ GONE = {
     "first_rank_exits": (0, "has left: sys.exit(0) at"),
     "unused_parameters": (1, "has failed: RuntimeError: Expected to have finished reduction"),
 }
-NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread", "late_and_gone")
+LATE = ("late_and_gone", "late_for_a_turn", "download_in_native_code")
+NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread", *LATE)
 OTHERS = ("ragged_shapes", "handled_exception", "lock_and_collective", "in_a_thread")
 
 
@@ -166,6 +167,8 @@ def test_a_lock_across_a_collective(folder: Path) -> None:
     [
         ("busy_first_rank", "Rank 0 is busy at"),
         ("upload_in_a_thread", "Rank 0 is busy at"),
+        ("download_in_native_code", "Rank 0 is busy at"),
+        ("late_for_a_turn", "Rank 3 is busy at"),
         ("debugged", "Rank 1 is in a debugger at"),
         ("stopped", "Rank 1 is stopped (process"),
     ],
@@ -177,6 +180,8 @@ def test_a_rank_that_may_come_back_is_waited_for(folder: Path, fault: str, notic
     assert notice in printed
     assert line_of(fault, "WAITS") in printed
     assert "Error" not in printed
+    if fault == "late_for_a_turn":
+        assert "main_process_first() (" in printed
     if fault == "busy_first_rank":
         assert line_of(fault, "CULPRIT") in printed
         waits = [

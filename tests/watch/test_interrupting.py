@@ -20,8 +20,8 @@ def interrupter() -> Iterator[Interrupter]:
 
 
 def interrupt(interrupter: Interrupter, seconds: float) -> None:
-    thread = threading.Thread(target=interrupter.interrupt, args=("verdict",), kwargs={"leaves_first": False})
-    thread.start()
+    arguments = (threading.current_thread(), "verdict")
+    threading.Thread(target=interrupter.interrupt, args=arguments, kwargs={"leaves_first": False}).start()
     time.sleep(seconds)
 
 
@@ -32,7 +32,7 @@ def test_a_thread_that_waits_raises(interrupter: Interrupter) -> None:
 
 
 def test_a_thread_that_tells_by_itself_is_spared(interrupter: Interrupter) -> None:
-    interrupter.spare_this_thread()
+    interrupter.spare()
     interrupt(interrupter, seconds=0.3)
     assert not interrupter.leaves
 

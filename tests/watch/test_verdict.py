@@ -21,11 +21,15 @@ def at(
     in_parts: bool = False,
     at_a_lock: bool = False,
     idle: float = THRESHOLD,
+    lost: bool = False,
+    at_the_store: bool = False,
 ) -> Report:
     call = f"{operation.partition('(')[0]}()" if phase == COLLECTIVE else ""
     operation = operation if phase == COLLECTIVE else ""
-    place = Place(phase, call, operation, "/home/me/train.py", 10 + rank, "source", guard, members)
-    return Report(rank, place, still, idle, at_a_lock=at_a_lock, begun=begun, in_parts=in_parts)
+    place = Place(
+        phase, call, operation, "/home/me/train.py", 10 + rank, "source", guard, members, at_the_store=at_the_store
+    )
+    return Report(rank, place, still, idle, at_a_lock=at_a_lock, lost=lost, begun=begun, in_parts=in_parts)
 
 
 def judged(*reports: Report, absent: dict[int, Absence] | None = None) -> Verdict:
@@ -88,6 +92,26 @@ def test_a_rank_that_computes_is_waited_for() -> None:
     assert "Rank 0 is busy at train.py:10" in verdict.text
 
 
+def test_a_pass_that_computes_does_not_wait() -> None:
+    verdict = judged(at(0, phase=BACKWARD, idle=0.1), at(1, "barrier()"))
+    assert (verdict.fatal, verdict.culprits) == (False, [0])
+    assert judged(at(0, phase=BACKWARD), at(1, "barrier()")).fatal
+
+
+def test_a_turn_lasts_as_long_as_somebody_may_come() -> None:
+    """Rank 0 has had its turn and is ahead; rank 1 waits for its own, until rank 2 has come."""
+    turn, ahead = at(1, "main_process_first()", at_the_store=True), at(0, "barrier()")
+    verdict = judged(ahead, turn, at(2, phase=USERS, still=0.1))
+    assert (verdict.fatal, verdict.culprits) == (False, [2])
+    assert not judged(ahead, turn, absent={2: Absence("does not answer", for_good=False)}).fatal
+    assert judged(ahead, turn).fatal
+
+
+def test_nobody_is_blamed_when_nobody_waits() -> None:
+    verdict = judged(at(0, phase=USERS, still=0.1), at(1, still=0.1))
+    assert (verdict.fatal, verdict.text) == (False, "")
+
+
 def test_nobody_is_ended_while_one_is_in_a_debugger() -> None:
     verdict = judged(at(0, phase=DEBUGGER), at(1), at(2, "barrier()"))
     assert not verdict.fatal
@@ -105,6 +129,33 @@ def test_one_that_is_gone_matters_to_those_who_wait_for_it() -> None:
     assert not judged(at(0, members=[0, 1]), at(1, members=[0, 1]), absent=gone).fatal
     stopped = {3: Absence("is stopped (process 5)", for_good=False)}
     assert not judged(at(0), at(1), absent=stopped).fatal
+
+
+def test_one_that_is_gone_does_not_matter_to_a_call_that_may_wait_for_another() -> None:
+    left = {3: Absence("has left: its script has ended", for_good=True)}
+    busy = at(2, phase=USERS, still=0.1)
+    for waits in (at(1, "recv(float32[3])"), at(1, "gather(float32[3])"), at(1, phase=FORWARD, in_parts=True)):
+        verdict = judged(waits, busy, absent=left)
+        assert not verdict.fatal
+        assert "Rank 2 is busy" in verdict.text
+        assert judged(waits, absent=left).fatal
+        assert not judge({1: waits}, left, THRESHOLD, all_are_known=False).fatal
+    assert judged(at(1, "barrier()"), busy, absent=left).fatal
+
+
+def test_one_out_of_sight_is_gone_when_a_connection_was_closed() -> None:
+    silent = {3: Absence("does not answer (process 5 on there)", for_good=False)}
+    assert not judged(at(0), at(1), absent=silent).fatal
+    verdict = judged(at(0), at(1, lost=True), absent=silent)
+    assert (verdict.fatal, verdict.culprits) == (True, [3])
+    assert "Rank 3 does not answer (process 5 on there), and ranks 0-1 wait for it" in verdict.text
+
+
+def test_of_several_that_are_gone_the_one_that_failed_is_named() -> None:
+    gone = {2: Absence("is dead (process 5)", for_good=True), 3: Absence("has failed: ValueError: x", for_good=True)}
+    verdict = judged(at(0), at(1), absent=gone)
+    assert verdict.culprits == [3]
+    assert verdict.text.startswith("Rank 3 has failed: ValueError: x, and ranks 0-1 wait for it")
 
 
 def test_verdicts_and_reports_travel_as_text() -> None:

@@ -58,7 +58,7 @@ class Runtime:
         self.owns_group = False
         self.backend: str | None = None
         self.farewells: list[Callable[[], None]] = []  # called before the group is closed
-        self._pid = os.getpid()  # a forked child has the parent's exit functions
+        self._pid = os.getpid()
         self._meeting_place: Any = None  # the store of the group that was left, where the next one meets
         self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, made once
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
@@ -193,8 +193,12 @@ class Runtime:
 
         After a failure it stays: closing may wait for others, and they are about to be told.
         """
-        if os.getpid() == self._pid and getattr(sys, "last_value", None) is None:
+        if self.is_of_this_process() and getattr(sys, "last_value", None) is None:
             self.leave_group(together=True)
+
+    def is_of_this_process(self) -> bool:
+        """Tell whether this process made it, and none it was forked from, whose exit functions it has."""
+        return os.getpid() == self._pid
 
     def _forget_meshes(self) -> None:
         if self.meshes:
@@ -229,7 +233,7 @@ class Runtime:
         return dist.PrefixStore(f"accelerate/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     @contextmanager
-    def ahead(self, goes_first: bool) -> Iterator[None]:
+    def main_process_first(self, goes_first: bool) -> Iterator[None]:
         """Let the processes with `goes_first` run the block before the others.
 
         The others wait at the store and in no collective: no backend's timeout ends an hour of work. If the block

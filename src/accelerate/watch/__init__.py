@@ -38,7 +38,7 @@ def watch(runtime: Runtime) -> None:
 def _begin(runtime: Runtime) -> Watcher | None:
     seconds = read_setting("hang_seconds")
     seconds = DEFAULT_SECONDS if seconds is None else seconds
-    if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized():
+    if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.is_of_this_process():
         return None
     from .watcher import Watcher
 

@@ -57,14 +57,13 @@ class Interrupter:
         if self._has_signal() and threading.current_thread() is threading.main_thread():
             signal.signal(self._signal, signal.SIG_DFL)  # type: ignore[arg-type]
 
-    def spare_this_thread(self) -> None:
+    def spare(self) -> None:
         """Raise nothing from now on in the thread that calls: it tells by itself."""
-        if threading.current_thread() is self._thread:
-            self._take_the_telling()
+        self._take_the_telling()
 
-    def interrupt(self, message: str, *, leaves_first: bool) -> None:
-        """Make the thread raise a `StuckError`; called from another thread. See [Note: who leaves first]."""
-        self._message = message
+    def interrupt(self, thread: threading.Thread, message: str, *, leaves_first: bool) -> None:
+        """Make another thread raise a `StuckError`. See [Note: who leaves first]."""
+        self._thread, self._message = thread, message
         sys.settrace(None)  # see [Note: traced threads]
         sys.setprofile(None)
         if not self._telling.locked():

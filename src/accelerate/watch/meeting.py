@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 from .reports import Observer, Report, state_of_process
@@ -15,9 +14,9 @@ from .verdict import Absence, Verdict, judge
 
 logger = logging.getLogger(__name__)
 
-SECONDS_FOR_REPORTS = 2.5
-"""How long the judge waits for the others, at least."""
 SECONDS_TO_LOOK_AGAIN = 0.5
+QUESTIONS_PER_SECOND = 20_000
+"""What all ranks together ask of the store while a judge judges: a few seconds in which nothing else happens."""
 SECONDS_TO_COME_BACK = 3.0
 """After its last call a rank leaves, and another one, on a busy machine, may only then come back from that call."""
 
@@ -31,10 +30,19 @@ SECONDS_TO_COME_BACK = 3.0
 class Meeting:
     """The meetings of one process with the others. No collective is used, only the store."""
 
-    def __init__(self, store: Any, observer: Observer, world_size: int, threshold: float, least_seconds: float) -> None:
-        self._store, self._observer = store, observer
+    def __init__(
+        self,
+        store: Any,
+        observer: Observer,
+        stopping: threading.Event,
+        *,
+        world_size: int,
+        threshold: float,
+        seconds: float,
+    ) -> None:
+        self._store, self._observer, self._stopping = store, observer, stopping
         self._world_size, self._threshold = world_size, threshold
-        self.seconds = max(SECONDS_FOR_REPORTS, least_seconds)
+        self._seconds = seconds
         """How long the judge waits for the others."""
 
     def hold(self, number: int) -> tuple[Verdict, Report] | None:
@@ -44,13 +52,12 @@ class Meeting:
         self._store.add(f"reports/{number}", 1)
         if self._store.add(f"judges/{number}", 1) == 1:
             verdict = self._lead(number, report)
-        elif self._appears(f"judged/{number}"):
+        else:
+            is_judged = self._appears(f"judged/{number}")
             self._look_again(number, report)
-            if not self._appears(f"verdict/{number}"):
+            if not is_judged or not self._appears(f"verdict/{number}"):
                 return None
             verdict = Verdict.from_json(self._store.get(f"verdict/{number}"))
-        else:
-            return None
         self._store.add(f"heard/{number}", 1)
         if report.rank == 0:  # whose process may hold the store
             self._wait_until(lambda: self._count("heard", number) >= self._count("reports", number))
@@ -61,11 +68,11 @@ class Meeting:
         reports, absent = self._collect(number)
         verdict = judge(reports, absent, self._threshold)
         if verdict.fatal and absent and not any(report.lost for report in reports.values()):
-            time.sleep(SECONDS_TO_COME_BACK)
+            self._stopping.wait(SECONDS_TO_COME_BACK)
         self._store.set(f"judged/{number}", "")
         self._look_again(number, own)  # see [Note: reports are of different moments]
         self._wait_until(lambda: self._count("unmoved", number) + self._count("moved", number) >= len(reports))
-        if self._count("moved", number):
+        if self._count("moved", number) or self._stopping.is_set():
             verdict = Verdict(fatal=False, culprits=[], text="", again_in=SECONDS_TO_LOOK_AGAIN)
         self._store.set(f"verdict/{number}", verdict.to_json())
         if not verdict.fatal and verdict.text:
@@ -74,12 +81,13 @@ class Meeting:
 
     def _look_again(self, number: int, report: Report) -> None:
         lost_since = self._observer.lost_by is not None and not report.lost
-        moved = lost_since or (report.is_of_a_wait and self._observer.has_moved())
+        moved = self._stopping.is_set() or lost_since or (report.is_of_a_wait and self._observer.has_moved())
         self._store.add(f"{'moved' if moved else 'unmoved'}/{number}", 1)
 
     def _appears(self, key: str) -> bool:
-        with suppress(RuntimeError):  # one question that the store answers later: 10,000 ranks ask it at once
-            self._store.wait([key], timedelta(seconds=self.seconds + 5))
+        """Ask for what the judge writes; a wait inside the store could not be ended with the process."""
+        pause = max(0.1, self._world_size / QUESTIONS_PER_SECOND)
+        self._wait_until(lambda: bool(self._store.check([key])), pause, more_seconds=SECONDS_TO_COME_BACK + 2)
         return bool(self._store.check([key]))
 
     def _count(self, what: str, number: int) -> int:
@@ -117,15 +125,11 @@ class Meeting:
                 found[rank] = absence_of(host, pid)
         return found
 
-    def _wait_until(self, condition: Callable[[], bool], pause: float = 0.05) -> None:
-        wait_until(condition, self.seconds, pause)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> None:
-    """Look again and again, for so many seconds at most."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not condition():
-        time.sleep(pause)
+    def _wait_until(self, condition: Callable[[], bool], pause: float = 0.05, more_seconds: float = 0.0) -> None:
+        """Look again and again, until this process ends or the others have had their time."""
+        until = time.monotonic() + self._seconds + more_seconds
+        while time.monotonic() < until and not condition() and not self._stopping.wait(pause):
+            pass
 
 
 def absence_of(host: str, pid: int) -> Absence:

@@ -35,6 +35,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _COLLECTIVES = (f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/_functional_collectives.py")
 _TURN = (f"{_HERE}/runtime/runtime.py", "_await_turn")
+_AT_THE_STORE = (_TURN, (_COLLECTIVES[0], "_new_process_group_helper"), (_COLLECTIVES[0], "_store_based_barrier"))
 _DEBUGGERS = (f"{_STDLIB}/bdb.py", f"{_STDLIB}/pdb.py", f"{_STDLIB}/code.py")
 _DEBUGGING_PACKAGES = ("/debugpy/", "/pydevd", "/IPython/core/debugger", "/pudb/", "/ipdb/")
 _LOCKS = tuple(f"{_STDLIB}/{name}" for name in ("threading.py", "queue.py", "concurrent/futures/"))
@@ -54,8 +55,20 @@ _MARKS: tuple[tuple[str, str | None, str], ...] = (
 )
 _MACHINERY = (*(os.path.join(path, "") for path in (_HERE, _TORCH, _STDLIB)), "<frozen")
 _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+_STARTERS = {"run", "_bootstrap", "_bootstrap_inner"}
+"""Functions among those of locks that call what a thread is for, perhaps native code."""
 # Layers around a call that people do not write themselves.
-_WRAPPERS = {"wrapper", "inner", "checked", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "__call__"}
+_WRAPPERS = {
+    "wrapper",
+    "inner",
+    "checked",
+    "decorate_context",
+    "_fn",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "__call__",
+    "__enter__",
+}
 _RANK_WORDS = ("main_process", "process_index", "last_process", "rank")
 
 
@@ -77,6 +90,8 @@ class Place:
     """The ranks of the collective's group if they are not all, or None."""
     at_a_lock: bool = False
     """Whether the line asks for a lock of Python's, or waits for another thread."""
+    at_the_store: bool = False
+    """Whether it waits at the store until ranks have come, some of them perhaps: for a turn, or for a new group."""
     handling: str = ""
     """The exception that is being handled around that line."""
 
@@ -125,6 +140,12 @@ def signature_of(thread: int) -> tuple[int, int] | None:
     return id(frame), 0 if waits_its_turn else frame.f_lasti
 
 
+def is_at_a_lock(thread: int) -> bool:
+    """Tell whether a thread asks for a lock of Python's; one inside a library's own code may wait for anything."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and _asks_for_a_lock(frame)
+
+
 def described(error: BaseException) -> str:
     """Describe an exception in one line, with the line of the script that it came from."""
     place = place_of_error(error)
@@ -139,7 +160,10 @@ def _handled(thread: int) -> BaseException | None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # somebody else's code: a diagnosis must not fail for want of a detail
+        text = ""
     return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__
 
 
@@ -166,7 +190,6 @@ def _place(innermost: FrameType, lines: Mapping[FrameType, int] | None = None) -
     file, line = users.f_code.co_filename, (lines or {}).get(users, users.f_lineno)
     called = next((frame.f_code.co_name for frame in reversed(below) if frame.f_code.co_name not in _WRAPPERS), "")
     source = linecache.getline(file, line).strip()
-    inside = innermost.f_code.co_filename
     return Place(
         phase=phase,
         call=f"{called}()" if called and phase != DEBUGGER else "",
@@ -176,9 +199,17 @@ def _place(innermost: FrameType, lines: Mapping[FrameType, int] | None = None) -
         source=source,
         guard=guard_of(file, line),
         members=members,
-        at_a_lock=inside.startswith(_LOCKS)
-        or (innermost is users and (".acquire(" in source or source.startswith("with "))),
+        at_a_lock=_asks_for_a_lock(innermost),
+        at_the_store=any((frame.f_code.co_filename, frame.f_code.co_name) in _AT_THE_STORE for frame in below),
     )
+
+
+def _asks_for_a_lock(innermost: FrameType) -> bool:
+    file = innermost.f_code.co_filename
+    if file.startswith(_LOCKS):
+        return innermost.f_code.co_name not in _STARTERS
+    source = linecache.getline(file, innermost.f_lineno).strip()
+    return is_of_the_user(file) and (".acquire(" in source or source.startswith("with "))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -228,9 +259,9 @@ def _members(frame: FrameType) -> list[int] | None:
         return None
     try:
         ranks = dist.get_process_group_ranks(group)
+        return None if len(ranks) == dist.get_world_size() else sorted(ranks)
     except (KeyError, ValueError, RuntimeError):  # closed by now
         return None
-    return None if len(ranks) == dist.get_world_size() else sorted(ranks)
 
 
 def _operation(frame: FrameType) -> str:

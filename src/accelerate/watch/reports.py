@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, place_of, place_of_error, signature_of
+from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, is_at_a_lock, place_of, place_of_error, signature_of
 from .recorder import newest_collective
 
 SECONDS_TO_COUNT_AS_WAITING = 1.0
@@ -39,6 +39,8 @@ class Report:
     """It asks for a lock, and nothing in the process looks as if it would give it one."""
     lost: bool = False
     """Its call failed because another process had closed the connection."""
+    spins: bool = False
+    """Its backend may wait by asking again and again, as NCCL's does: that it computes says nothing."""
     begun: int = 0
     """Collectives begun so far, in all process groups."""
     in_parts: bool = False
@@ -53,7 +55,9 @@ class Report:
             return True
         if self.still < SECONDS_TO_COUNT_AS_WAITING:
             return False
-        return self.place.phase == COLLECTIVE or (self.in_a_pass and self.idle > 0)
+        if self.in_a_pass:
+            return self.spins or self.idle >= SECONDS_TO_COUNT_AS_WAITING
+        return self.place.phase == COLLECTIVE
 
     @property
     def is_of_a_wait(self) -> bool:
@@ -142,8 +146,9 @@ class Observer:
             idle=now - self._worked,
             at_a_lock=place.at_a_lock and _sleeps_at_locks(self.thread),
             lost=lost,
+            spins=_spins(),
             begun=_begun(),
-            in_parts=any(group.size() < dist.get_world_size() for group in _groups()),
+            in_parts=len({group.size() for group in _groups()}) > 1,
         )
 
 
@@ -164,16 +169,24 @@ def _begun() -> int:
     return total
 
 
+def _spins() -> bool:
+    try:
+        return str(dist.get_backend()) != "gloo"
+    except (ValueError, RuntimeError):  # closed just now
+        return False
+
+
 def _sleeps_at_locks(thread: threading.Thread) -> bool:
     """Tell whether a thread sleeps at a lock, and so does every other that could give it free.
 
-    One that reads, writes or sleeps may come back: an upload, a download, a timer. False where it cannot be seen.
+    One that reads, writes or sleeps may come back: an upload, a download, a timer; so may one in a library's own code,
+    whose threads Python does not know. False where it cannot be seen.
     """
     others = [t for t in threading.enumerate() if t not in (thread, threading.current_thread())]
-    return all(_is_at_a_lock(each) for each in (thread, *others))
+    return all(is_at_a_lock(each.ident or 0) and _sleeps(each) for each in (thread, *others))
 
 
-def _is_at_a_lock(thread: threading.Thread) -> bool:
+def _sleeps(thread: threading.Thread) -> bool:
     # In a forked process Python may still know the main thread by the number it had in the parent.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
     try:

@@ -56,19 +56,26 @@ _Finding = tuple[list[Report], list[int], str]
 """Whose calls disagree, who is to blame, and the rule that was broken."""
 
 
-def judge(reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float) -> Verdict:
+def judge(
+    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, *, all_are_known: bool = True
+) -> Verdict:
     """Find the cause; a verdict that is not fatal is a notice, and the run waits on."""
     waiting = [report for report in reports.values() if report.waits]
     elsewhere = [report for report in reports.values() if not report.waits]
+    if not waiting:  # whoever raised the alarm has gone on
+        return Verdict(False, [], "")
     debugged = any(report.is_debugged for report in elsewhere)
-    finding = None if debugged else _mismatch(waiting)
+    somebody_may_come = not all_are_known or bool(elsewhere) or not all(each.for_good for each in absent.values())
+    finding = None if debugged else _mismatch(waiting, somebody_may_come)
     if finding is not None:
         concerned, culprits, rule = finding
         age = min(report.still for report in concerned if not report.lost or report.still > 0)
         if not any(report.lost for report in concerned) and age < _SURE * threshold:
             return Verdict(False, culprits, "", again_in=_SURE * threshold - age)
     else:
-        gone = _somebody_is_gone(waiting, absent) or (None if debugged else _deadlock(waiting, elsewhere, threshold))
+        gone = _somebody_is_gone(waiting, absent, somebody_may_come) or (
+            None if debugged else _deadlock(waiting, elsewhere, threshold)
+        )
         if gone is None:
             missing = sorted([*absent, *(report.rank for report in elsewhere)])
             return Verdict(False, missing, _told(reports, absent, _notice(waiting, elsewhere, absent)))
@@ -76,10 +83,12 @@ def judge(reports: Mapping[int, Report], absent: Mapping[int, Absence], threshol
     return Verdict(True, culprits, _told(reports, absent, rule), max((r.rank for r in waiting), default=-1))
 
 
-def _mismatch(waiting: list[Report]) -> _Finding | None:
+def _mismatch(waiting: list[Report], somebody_may_come: bool) -> _Finding | None:
     """Find ranks that wait for each other in different calls, or in one call with different shapes."""
     by_members: dict[tuple[int, ...], list[Report]] = {}
     for report in waiting:
+        if report.place.at_the_store and somebody_may_come:
+            continue  # it may wait for that one only: those who have had their turn wait elsewhere by now
         if not report.in_a_pass or not report.in_parts:  # else nobody knows whom the pass waits for
             by_members.setdefault(tuple(report.place.members or ()), []).append(report)
     everybody = by_members.pop((), [])
@@ -139,23 +148,34 @@ def _different_shapes(together: list[Report]) -> _Finding | None:
     return [report for group in by_shape.values() for report in group], [report.rank for report in odd], rule
 
 
-def _somebody_is_gone(waiting: list[Report], absent: Mapping[int, Absence]) -> tuple[list[int], str] | None:
-    waited_for = [
-        rank
-        for rank, absence in sorted(absent.items())
-        if absence.for_good and any(rank in (report.place.members or (rank,)) for report in waiting)
-    ]
-    if not waited_for:
+def _somebody_is_gone(
+    waiting: list[Report], absent: Mapping[int, Absence], somebody_may_come: bool
+) -> tuple[list[int], str] | None:
+    if somebody_may_come:  # and it may be all that some of them wait for
+        waiting = [report for report in waiting if report.lost or not _needs_some_only(report)]
+    needed = [rank for rank in sorted(absent) if any(rank in (r.place.members or (rank,)) for r in waiting)]
+    gone = [rank for rank in needed if absent[rank].for_good]
+    if not gone and any(report.lost for report in waiting):
+        gone = needed  # out of sight, and the connection to somebody is closed
+    if not gone:
         return None
-    how = absent[waited_for[0]].how
+    how = min((absent[rank].how for rank in gone), key=lambda how: not how.startswith("has failed"))
+    waited_for = [rank for rank in gone if absent[rank].how == how]
     rule = (
         f"{listed(waited_for)} {how}, and {listed(r.rank for r in waiting).lower()} wait{_s(waiting)} for "
         f"{'it' if len(waited_for) == 1 else 'them'} in {_calls_of(waiting)}."
     )
+    if not absent[waited_for[0]].for_good:
+        rule += " A connection has been closed, and nobody else is missing."
     if how.startswith("has left"):
         rule += f" {_SAME_CALLS} A loop or script that ends earlier on one rank (a `break`, a shorter loader, sys.exit)"
         rule += " has to end on all of them: see set_trigger() and join_uneven_inputs()."
     return waited_for, rule
+
+
+def _needs_some_only(report: Report) -> bool:
+    """Tell whether a rank may wait for a part of the others, without anybody knowing for which."""
+    return _operation(report) in _ONE_SIDED or (report.in_a_pass and report.in_parts)
 
 
 def _deadlock(waiting: list[Report], elsewhere: list[Report], threshold: float) -> tuple[list[int], str] | None:
@@ -171,8 +191,8 @@ def _deadlock(waiting: list[Report], elsewhere: list[Report], threshold: float) 
 
 def _notice(waiting: list[Report], elsewhere: list[Report], absent: Mapping[int, Absence]) -> str:
     for rank, absence in absent.items():
-        others = "The connection to it is closed" if any(report.lost for report in waiting) else "The others wait"
-        return f"Rank {rank} {absence.how}. {others}."
+        if not absence.for_good or not elsewhere:
+            return f"Rank {rank} {absence.how}. The others wait."
     if not elsewhere:
         return "All ranks are in the same call: the network is slow, or the backend is stuck. They wait on."
     seen = next((report for report in elsewhere if report.is_debugged), elsewhere[0])

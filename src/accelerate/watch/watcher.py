@@ -28,13 +28,15 @@ import torch.distributed as dist
 from ..runtime import phases
 from .exchange import Exchange
 from .interrupting import Interrupter
-from .meeting import SECONDS_TO_COME_BACK, Meeting, absence_of, wait_until
+from .meeting import SECONDS_TO_COME_BACK, Meeting, absence_of
 from .place import described, place_of_caller
 from .reports import Observer, Report
 from .verdict import Absence, Verdict, judge
 
 logger = logging.getLogger(__name__)
 
+SECONDS_FOR_OTHERS = 2.5
+"""How long a judge waits for the others, and rank 0 at its end, at least."""
 SECONDS_BETWEEN_QUESTIONS = 2.0
 SECONDS_BETWEEN_SOON_QUESTIONS = 0.25
 SECONDS_TO_FINISH = 3.0
@@ -79,7 +81,15 @@ class Watcher:
         self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
         self._fewest_seconds = world_size / RANKS_PER_SECOND
         self._period = max(min(SECONDS_BETWEEN_QUESTIONS, threshold / 4), self._fewest_seconds)
-        self._meeting = Meeting(store, self._observer, world_size, threshold, 2 * self._period)
+        self._seconds_for_others = max(SECONDS_FOR_OTHERS, 2 * self._period)
+        self._meeting = Meeting(
+            store,
+            self._observer,
+            self._stopping,
+            world_size=world_size,
+            threshold=threshold,
+            seconds=self._seconds_for_others,
+        )
         self._excepthook = sys.excepthook
         self._exit: Any = sys.exit
         self._thread = threading.Thread(target=self._watch, name="accelerate watcher", daemon=True)
@@ -127,7 +137,7 @@ class Watcher:
         if sys.exit == self._note_exit:
             sys.exit = self._exit
         self._join()
-        if in_health and self._without_store is None:
+        if in_health and self._without_store is None and not self._is_in_the_store():
             with suppress(*_STORE_IS_GONE):
                 self._say_goodbye()
 
@@ -135,13 +145,20 @@ class Watcher:
         if threading.current_thread() is not self._thread and not self._interrupter.leaves:
             self._thread.join(SECONDS_TO_FINISH)
 
+    def _is_in_the_store(self) -> bool:
+        """Tell whether the thread holds the connection: whoever asks then waits as long as it does."""
+        return self._thread.is_alive() and threading.current_thread() is not self._thread
+
     def _say_goodbye(self) -> None:
         """See [Note: the end of the store]."""
         self._store.set(f"left/{self.rank}", self._ending)
         self._store.add("gone", 1)
         if self.rank == 0:
-            self._store.set(f"alarm/{self._round}", f"0 {self._ending}")
-            wait_until(lambda: self._store.add("gone", 0) >= self.world_size, self._meeting.seconds)
+            for number in (self._round, self._round + 1):  # those who are at a meeting ask for the next one
+                self._store.set(f"alarm/{number}", f"0 {self._ending}")
+            until = time.monotonic() + self._seconds_for_others + SECONDS_TO_COME_BACK
+            while time.monotonic() < until and self._store.add("gone", 0) < self.world_size:
+                time.sleep(0.05)
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
@@ -149,7 +166,8 @@ class Watcher:
         lost = watched and is_of_a_lost_peer(error)
         if lost:  # first of all: from here on nobody takes the printing below for what this rank does
             self._observer.lost_by = error
-            self._interrupter.spare_this_thread()
+            if threading.current_thread() is self._observer.thread:
+                self._interrupter.spare()
             self._asked.set()
         elif watched and not self._stopping.is_set():
             self._ending = f"has failed: {described(error)}"
@@ -157,7 +175,7 @@ class Watcher:
         if not lost:
             return
         with suppress(queue.Empty):
-            verdict = self._heard.get(timeout=2 * self._meeting.seconds + 5)
+            verdict = self._heard.get(timeout=2 * self._seconds_for_others + 5)
             explanation = f"Rank {self.rank}: {verdict.text}"
             print(explanation, file=sys.stderr, flush=True)
             told: Any = error
@@ -191,8 +209,7 @@ class Watcher:
                     logger.debug("Rank %d: the store is gone.", self.rank, exc_info=error)
                     self._go_on_without_store(self._state_of_the_keeper())
             if self._without_store is not None and self._is_stuck():
-                report = self._observer.report()
-                self._act(judge({self.rank: report}, self._without_store, self.threshold), report)
+                self._judge_alone()
 
     def _rest(self, seconds: float) -> None:
         """Wait for the next question, and meanwhile compare with the others how long steps take."""
@@ -248,12 +265,22 @@ class Watcher:
         elif not self._stopping.is_set():
             self._heard.put(verdict)  # its wait may end by an error at this very moment
             self._stopping.set()
-            leaves_first = self.rank == verdict.leaves_first
-            self._interrupter.interrupt(f"Rank {self.rank}: {verdict.text}", leaves_first=leaves_first)
+            text, leaves_first = f"Rank {self.rank}: {verdict.text}", self.rank == verdict.leaves_first
+            self._interrupter.interrupt(self._observer.thread, text, leaves_first=leaves_first)
 
     def _go_on_without_store(self, absent: dict[int, Absence]) -> None:
         self._without_store = absent
         self._patience = max(self._patience, self._observer.look() + SECONDS_TO_COME_BACK)
+
+    def _judge_alone(self) -> None:
+        absent = self._without_store or {}
+        if not all(absence.for_good for absence in absent.values()):  # its connections close before it is seen dead
+            absent = self._without_store = self._state_of_the_keeper()
+        report = self._observer.report()
+        verdict = judge({self.rank: report}, absent, self.threshold, all_are_known=False)
+        if not verdict.fatal and verdict.text:
+            logger.warning("%s", verdict.text)
+        self._act(verdict, report)
 
     def _find_the_keeper(self) -> None:
         if self._keeper is None and self._store.check(["who/0"]):
