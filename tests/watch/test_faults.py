@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 FAULTS = Path(__file__).with_name("faults.py")
 THRESHOLD = 3.0
@@ -82,9 +82,14 @@ OTHERS = ("ragged_shapes", "handled_exception", "lock_and_collective", "in_a_thr
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    where = tmp_path_factory.mktemp("faults")
-    run(where, *DISAGREEMENTS, *GONE, *NO_FAULTS, *OTHERS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all faults once, also where several processes of pytest share the tests."""
+    parts = tmp_path_factory.getbasetemp()
+    where = (parts.parent if "PYTEST_XDIST_WORKER" in os.environ else parts) / "faults"
+    with FileLock(where.with_suffix(".lock")):
+        if not where.exists():
+            where.mkdir()
+            run(where, *DISAGREEMENTS, *GONE, *NO_FAULTS, *OTHERS)
     return where
 
 
