@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from typing import Any
 
 from .reports import Observer, Report, state_of_process
 from .verdict import Absence, Verdict, judge
-
-logger = logging.getLogger(__name__)
 
 SECONDS_TO_LOOK_AGAIN = 0.5
 QUESTIONS_PER_SECOND = 20_000
@@ -75,8 +72,7 @@ class Meeting:
         if self._count("moved", number) or self._stopping.is_set():
             verdict = Verdict(fatal=False, culprits=[], text="", again_in=SECONDS_TO_LOOK_AGAIN)
         self._store.set(f"verdict/{number}", verdict.to_json())
-        if not verdict.fatal and verdict.text:
-            logger.warning("%s", verdict.text)
+        verdict.log_a_notice()
         return verdict
 
     def _look_again(self, number: int, report: Report) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from .place import BACKWARD
 from .reports import Report
+
+logger = logging.getLogger(__name__)
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 
@@ -32,6 +35,11 @@ class Verdict:
     """The rank that ends its process if its wait cannot be ended otherwise."""
     again_in: float = 0.0
     """Seconds after which a suspicion that was too young is looked at again; nothing is said until then."""
+
+    def log_a_notice(self) -> None:
+        """Say it if the run waits on; what is fatal is raised instead."""
+        if not self.fatal and self.text:
+            logger.warning("%s", self.text)
 
     def to_json(self) -> str:
         """Write it down for the store."""

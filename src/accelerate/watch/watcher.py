@@ -172,14 +172,14 @@ class Watcher:
         elif watched and not self._stopping.is_set():
             self._ending = f"has failed: {described(error)}"
         self._excepthook(kind, error, trace)
-        if not lost:
-            return
-        with suppress(queue.Empty):
-            verdict = self._heard.get(timeout=2 * self._seconds_for_others + 5)
-            explanation = f"Rank {self.rank}: {verdict.text}"
-            print(explanation, file=sys.stderr, flush=True)
-            told: Any = error
-            told.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for the launcher's record
+        if lost:
+            with suppress(queue.Empty):
+                self._print_the_cause(error, self._heard.get(timeout=2 * self._seconds_for_others + 5))
+
+    def _print_the_cause(self, error: Any, verdict: Verdict) -> None:
+        explanation = f"Rank {self.rank}: {verdict.text}"
+        print(explanation, file=sys.stderr, flush=True)
+        error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for the launcher's record
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         """Stand in for `sys.exit`, to know the line from which a script left."""
@@ -278,8 +278,7 @@ class Watcher:
             absent = self._without_store = self._state_of_the_keeper()
         report = self._observer.report()
         verdict = judge({self.rank: report}, absent, self.threshold, all_are_known=False)
-        if not verdict.fatal and verdict.text:
-            logger.warning("%s", verdict.text)
+        verdict.log_a_notice()
         self._act(verdict, report)
 
     def _find_the_keeper(self) -> None:
