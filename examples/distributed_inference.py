@@ -29,6 +29,7 @@ def main(args: argparse.Namespace) -> None:
     set_seed(0)
     plain = network()
     accelerator.save_model(plain, args.folder)  # a checkpoint, as somebody else would have left it
+    accelerator.wait_for_everyone()  # until the main process has written it
 
     with init_empty_weights():  # takes no memory
         model = network()

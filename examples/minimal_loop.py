@@ -3,8 +3,8 @@
     python examples/minimal_loop.py
     torchrun --nproc_per_node 2 examples/minimal_loop.py
 
-A two-layer network learns scikit-learn's handwritten digits to an accuracy of 0.97 in a few seconds. Every process
-prints it, and all print the same: `gather_for_metrics` gives each of them every answer, once.
+A two-layer network learns scikit-learn's handwritten digits to an accuracy of 0.97 in a few seconds. The processes
+share a batch of 32, so that the accuracy does not depend on their number; `gather_for_metrics` counts every digit once.
 """
 
 import torch
@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator  # 1
+from accelerate import Accelerator, DataLoaderConfiguration  # 1
 
 torch.manual_seed(0)
 pixels, labels = load_digits(return_X_y=True)
@@ -23,7 +23,7 @@ test_loader = DataLoader(test, batch_size=32)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-accelerator = Accelerator()  # 2
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))  # 2, a batch is shared
 model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)  # 3
 
 for _ in range(20):
@@ -39,4 +39,4 @@ with torch.no_grad():
         hits = model(inputs).argmax(dim=-1) == targets
         right.append(accelerator.gather_for_metrics(hits))  # 5, in place of hits
 right = torch.cat(right)
-print(f"accuracy {right.float().mean():.4f} on {len(right)} digits")
+accelerator.print(f"accuracy {right.float().mean():.4f} on {len(right)} digits")

@@ -14,13 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import warm
 from tests.ranks.pool import free_port
 
 # One thread per process, because the tests share few cores. PYTHONUNBUFFERED would tear the lines of two ranks apart.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""}
 
 
-def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 100.0) -> str:
+def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 300.0) -> str:
     """Run a script in a directory until it ends, and return what it printed; fail the test unless it succeeds.
 
     One process is started by python alone, as on a laptop; more are started by torchrun.
@@ -47,7 +48,7 @@ def run_to_success(
 
 
 def _start(command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         command,
         cwd=directory,
         env=env,
@@ -111,7 +112,7 @@ def start_accelerate(*words: object, directory: Path, **variables: str) -> subpr
     return _start([str(COMMAND), *map(str, words)], directory, environment(directory, **variables))
 
 
-def run_accelerate(*words: object, directory: Path, time_limit: float = 100.0, **variables: str) -> Launched:
+def run_accelerate(*words: object, directory: Path, time_limit: float = 300.0, **variables: str) -> Launched:
     """Run the `accelerate` command until it ends, however it ends."""
     started = time.monotonic()
     process = start_accelerate(*words, directory=directory, **variables)

@@ -479,7 +479,7 @@ def _run_where_the_device_is(module: str, qualname: str, arguments: dict[str, An
 
 
 def run_on_a_pretend_accelerator(
-    function: Callable[..., Any], /, *, world_size: int = 1, time_limit: float = 60.0, **arguments: Any
+    function: Callable[..., Any], /, *, world_size: int = 1, time_limit: float = 200.0, **arguments: Any
 ) -> list[Any]:
     """Run a module-level function on every rank of a world that has the device; return what each rank returned.
 

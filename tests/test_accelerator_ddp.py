@@ -263,7 +263,7 @@ def test_profile_writes_one_trace_per_rank(tmp_path: object) -> None:
 def test_a_model_spread_by_a_device_map_is_refused() -> None:
     model = make_model()
     model.hf_device_map = {"0": 0, "3": "cpu"}
-    with pytest.raises(ValueError, match="spread over several devices"):
+    with pytest.raises(ValueError, match="spreads it over several devices"):
         Accelerator().prepare(model)
 
 

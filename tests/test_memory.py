@@ -136,7 +136,7 @@ def test_the_batch_size_may_not_be_given_by_hand() -> None:
     def train(batch_size: int, model: str) -> None:
         raise AssertionError("not called")
 
-    with pytest.raises(TypeError, match=r"train\(\) receives its batch size .*: call it without, as train\(model\)"):
+    with pytest.raises(TypeError, match=r"into `train` as the first argument .*: call `train\(model="):
         train(4, "model")
 
 

@@ -41,6 +41,25 @@ def test_it_is_an_optimizer_that_hands_on_everything_else() -> None:
     assert accelerator.prepare(optimizer) is optimizer
 
 
+class Averaging(torch.optim.Optimizer):
+    """Wraps another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure: object = None) -> None:
+        self.optimizer.step()
+
+
+def test_an_optimizer_around_another_one_is_an_optimizer() -> None:
+    model = make_model()
+    optimizer = Averaging(torch.optim.SGD(model.parameters(), lr=0.1))
+    _, prepared_optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    assert isinstance(prepared_optimizer, AcceleratedOptimizer)
+    assert prepared_optimizer.optimizer is optimizer
+
+
 def test_its_state_can_be_saved_loaded_copied_and_pickled() -> None:
     accelerator = Accelerator(cpu=True)
     model = make_model()

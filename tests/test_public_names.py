@@ -42,7 +42,7 @@ FACADES: list[ModuleType] = [
 
 
 def in_a_fresh_interpreter(program: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
@@ -86,6 +86,17 @@ def test_a_name_is_the_same_object_at_all_its_paths() -> None:
 def test_published_paths(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_modules_and_constants_that_tests_of_other_libraries_look_at() -> None:
+    program = """
+import accelerate
+assert "utils" not in vars(accelerate)
+print(accelerate.utils.constants.BETA_TP_AVAILABLE_PYTORCH_VERSION, accelerate.utils.constants.FSDP2_PYTORCH_VERSION)
+print(accelerate.tracking.LOGGER_TYPE_TO_CLASS["wandb"].__name__)
+print(*[name for name in accelerate._MODULES if getattr(accelerate, name).__name__ != f"accelerate.{name}"])
+"""
+    assert in_a_fresh_interpreter(program).split() == ["2.3.0", "2.6.0", "WandBTracker"]
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

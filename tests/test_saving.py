@@ -99,6 +99,15 @@ def test_tied_weights_are_stored_once_and_the_model_ties_them_again(tmp_path: Pa
     assert torch.equal(restored.head.weight, model.head.weight)
 
 
+def test_names_that_are_left_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    weight = torch.ones(2)
+    save({"a": weight, "b": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert not caplog.records
+    save({"a": weight, "b": weight}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert "Removed shared tensor b while saving" in caplog.text
+
+
 def test_only_the_same_memory_seen_the_same_way_is_tied() -> None:
     whole = torch.arange(6.0).view(2, 3)
     state = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,19 +75,52 @@ def messages_about_advancing() -> list[str]:
     accelerate.scheduler._told = False
     records: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accelerate.scheduler").addHandler(handler)
+    handler.emit = lambda record: records.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("accelerate.scheduler")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     learning_rates()
-    logging.getLogger("accelerate.scheduler").removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
     return records
 
 
-def test_the_first_time_it_advances_more_than_once_per_step_it_says_so_once() -> None:
+def test_that_it_advances_more_than_once_per_step_is_said_once_to_those_who_ask() -> None:
     on_main, on_other = run_on_ranks(2, messages_about_advancing)
-    assert len(on_main) == 1
-    assert "LambdaLR advances 2 times per optimizer step" in on_main[0]
+    assert on_main == ["INFO: LambdaLR advances 2 times per optimizer step: once for the batch of each process."]
     assert on_other == []
     assert messages_about_advancing() == [], "one process: nothing to say"
+
+
+def warnings_of_a_schedule(length: int, steps: int, kind: str = "linear") -> list[str]:
+    """Train with a warm-up and a linear decay to zero, or one cycle, and return what is warned of."""
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    own: Any = LambdaLR(optimizer, lambda step: min(step / 4, max(0, length - step) / length))
+    if kind == "one cycle":
+        own = OneCycleLR(optimizer, max_lr=1.0, total_steps=length)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, own)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+    return [
+        f"{Path(warning.filename).name}: {warning.message}" for warning in caught if "its end" in str(warning.message)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["linear", "one cycle"])
+def test_a_schedule_that_is_over_while_training_goes_on_is_warned_of(kind: str) -> None:
+    on_main, on_other = run_on_ranks(2, warnings_of_a_schedule, length=40, steps=40, kind=kind)  # counts its steps
+    assert len(on_main) == 1
+    assert on_main[0].startswith("test_scheduler.py: ")
+    assert "advances 2 times per optimizer step" in on_main[0]
+    assert on_other == []
+    for steps in (20, 21):  # for two processes, whose last round may have been filled up
+        assert run_on_ranks(2, warnings_of_a_schedule, length=40, steps=steps, kind=kind) == [[], []]
+    assert warnings_of_a_schedule(length=40, steps=40, kind=kind) == []
 
 
 def test_a_skipped_optimizer_step_is_not_counted() -> None:

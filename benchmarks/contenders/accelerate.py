@@ -127,11 +127,15 @@ def train_and_save(net: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
 
 
 def resume(net: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], folder: Path, batches: int) -> Tensor:
-    """Load and train on the next batch; ours is there once it has loaded, 1.15 is told how many to skip."""
+    """Load and train on the next batch; ours is there once it has resumed, 1.15 is told how many to skip."""
     accelerate = accelerator()
     net, optimizer, loader = accelerate.prepare(net, optimizer, loader)
-    accelerate.load_state(folder / "state")
-    inputs, labels = next(iter(loader if IS_OURS else accelerate.skip_first_batches(loader, batches)))
+    if IS_OURS:
+        accelerate.resume(folder / "state")
+    else:
+        accelerate.load_state(folder / "state")
+        loader = accelerate.skip_first_batches(loader, batches)
+    inputs, labels = next(iter(loader))
     _train_on(accelerate, net, optimizer, inputs, labels)
     return inputs  # type: ignore[no-any-return]
 

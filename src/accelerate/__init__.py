@@ -42,6 +42,12 @@ _HOME_OF = {
     "synchronize_rng_states": "runtime.random",
 }
 
+_MODULES = (
+    *("accelerator", "big_modeling", "commands", "data_loader", "hooks", "inference", "launchers", "logging"),
+    *("optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
+)
+"""The modules that `import accelerate` is known to bring along."""
+
 __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
@@ -77,7 +83,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first asked for (PEP 562)."""
+    """Load a public name, or a module, when it is first asked for (PEP 562)."""
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -87,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -66,20 +66,18 @@ class AccumulationWindow:
         num_steps = state.num_steps
         return loss / num_steps if num_steps > 1 else loss
 
-    def backward_per_item(
-        self,
-        loss: Tensor,
-        num_items: int | Tensor,
-        backward: Callable[[Tensor], None],
-    ) -> None:
-        """Run the backward pass of a summed loss. See [Note: losses per item]."""
+    @contextmanager
+    def per_item(self, num_items: int | Tensor, device: torch.device) -> Iterator[Tensor]:
+        """Yield what to multiply summed losses by before their backward passes, which run in the context.
+
+        See [Note: losses per item].
+        """
         if self._has_mean_loss:
             raise _mixed_window_error()
-        items = torch.as_tensor(num_items, device=loss.device).detach()
+        items = torch.as_tensor(num_items, device=device).detach()
         closes = self.gradient_state.sync_gradients
         if closes and self._items is None:
-            factor = self._shares / self._total(items)
-            backward(loss * factor.to(loss.dtype))
+            yield self._shares / self._total(items)
             return
 
         if self._items is not None and self._items_came_at == self.step and self._models:
@@ -90,7 +88,7 @@ class AccumulationWindow:
         reference = self._agreed_reference(items)
         self._items = items if self._items is None else self._items + items
         self._items_came_at = self.step
-        backward(loss / reference)
+        yield torch.tensor(1 / reference, device=device)
         if closes:
             factor = self._shares * reference / self._total(self._items)
             self._items = None

@@ -10,7 +10,10 @@ RequeueExit can name and `accelerate launch` hands on."""
 
 
 class UnsupportedSettingError(ValueError):
-    """Refuse a setting that this version accepts by name but cannot honour."""
+    """Refuse a setting that this version accepts by name but cannot honour.
+
+    The message names the setting, the reason and what to use instead. Nothing has been started or changed.
+    """
 
     def __init__(self, setting: str, reason: str, remedy: str) -> None:
         self.setting = setting
@@ -19,14 +22,19 @@ class UnsupportedSettingError(ValueError):
         super().__init__(f"{setting} cannot be used: {reason} {remedy}")
 
 
-class RuntimeConflictError(RuntimeError):
-    """Refuse a setting that the process has already settled differently."""
+class RuntimeConflictError(RuntimeError, ValueError):
+    """Refuse a setting that the process has already settled differently; published as a `ValueError`.
+
+    A process has one device and one process group. Ask for them in the first `Accelerator` or `PartialState`, or call
+    `PartialState._reset_state()` between two. No launcher can be called in a process that a launcher has started.
+    """
 
 
 class DistributedOperationException(RuntimeError):
     """Report ranks that entered one collective with different data.
 
-    `per_rank[r]` describes what rank `r` brought.
+    It is raised in debug mode (`accelerate launch --debug`) before the backend is called. `per_rank[r]` describes what
+    rank `r` brought. Make the shapes equal with `pad_across_processes`, or gather ragged data with `gather_object`.
     """
 
     def __init__(self, message: str, per_rank: Sequence[object] = ()) -> None:
@@ -35,8 +43,16 @@ class DistributedOperationException(RuntimeError):
 
 
 class StuckError(RuntimeError):
-    """Report ranks that wait for each other in vain: who is where, and which rule was broken."""
+    """Report ranks that wait for each other in vain: who is where, and which rule was broken.
+
+    The watcher raises it on every rank. Go to the line that the first sentence names: usually a call that every rank
+    must make stands inside a condition on the rank, or one rank has left the loop earlier.
+    """
 
 
 class LaunchError(RuntimeError):
-    """Report a launch that cannot begin, before anything was started."""
+    """Report a launch that cannot begin, before anything was started.
+
+    The machines cannot meet, or the settings contradict each other. `accelerate launch --explain` prints every setting
+    with its origin, and the plan.
+    """

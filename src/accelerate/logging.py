@@ -5,13 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config.environment import read_setting
 from .runtime.runtime import Runtime, rank_of_this_process
 
+_CALLER = 2
+"""The `stacklevel` of the line that logs, as published: one more than the logging module counts."""
 
-class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _LoggerAdapter = logging.LoggerAdapter  # takes no parameter before Python 3.11
+
+
+class MultiProcessAdapter(_LoggerAdapter):
     """A logger whose calls take `main_process_only` (default True) and `in_order`, which implies every process.
 
     It also works before any state exists: then the launcher's variables tell which process this is.
@@ -25,7 +33,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """Log on the main process, on every process (`main_process_only=False`), or rank by rank (`in_order=True`)."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # the line to show is the user's, not ours
+        kwargs["stacklevel"] = max(kwargs.get("stacklevel", _CALLER) - 1, 1) + 2  # this function and the next
         runtime = Runtime.existing()
         if in_order and runtime is not None:
             for rank in range(runtime.num_processes):
@@ -43,7 +51,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     @lru_cache(None)  # noqa: B019  one adapter per logger lives as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only the first time with these arguments."""
-        self.log(logging.WARNING, *args, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 1})
+        self.log(logging.WARNING, *args, **kwargs | {"stacklevel": kwargs.get("stacklevel", _CALLER) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -58,9 +58,10 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:
         if len(args) >= len(parameters) and not takes_any_number:
+            rest = ", ".join(f"{name}={value!r}" for name, value in zip(list(parameters)[1:], args[1:], strict=False))
             raise TypeError(
-                f"{function.__name__}() receives its batch size from find_executable_batch_size: call it without, as "
-                f"{function.__name__}({', '.join(list(parameters)[1:])})."
+                f"Batch size was passed into `{function.__name__}` as the first argument when called, but "
+                f"find_executable_batch_size passes it: call `{function.__name__}({rest})`."
             )
         batch_size, last_error = starting_batch_size, None
         clear_device_cache(garbage_collection=True)

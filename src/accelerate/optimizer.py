@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .parallel.base import move_optimizer_state
+from .callers import warn
+from .parallel.base import move_optimizer_state, params_of
 from .runtime import phases
 from .runtime.gradient_state import GradientState
 from .runtime.nested import send_to_device
@@ -28,6 +29,8 @@ class AcceleratedOptimizer(Optimizer):
     left out because an fp16 gradient overflowed.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -40,6 +43,9 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self._step_was_skipped = False
         self._stepped = False
+        self.before_first_step: Callable[[Optimizer], None] | None = None
+        self.steps_taken = 0
+        """Windows that were closed, over all starts of a run: a checkpoint keeps it."""
         if scaler is not None:
             optimizer.register_step_post_hook(self._note_step)
             if hasattr(scaler, "num_optimizers"):
@@ -113,10 +119,14 @@ class AcceleratedOptimizer(Optimizer):
         clock = phases.clock
         if clock is not None:
             clock.enter(phases.STEP)
+        if self.before_first_step is not None:
+            look, self.before_first_step = self.before_first_step, None
+            look(self.optimizer)
         if self.scaler is None:
             result: Any = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         else:
             result = self._scaled_step(self.scaler, closure)
+        self.steps_taken += 1
         if clock is not None:
             clock.optimizer_stepped()
         return result
@@ -147,7 +157,9 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the wrapper's own attributes; `gradient_state` belongs to the process."""
-        return {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
+        return {name: value for name, value in self.__dict__.items() if name != "gradient_state"} | {
+            "before_first_step": None
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -168,7 +180,7 @@ def refuse_weights_that_are_away(models: Iterable[nn.Module], optimizers: Iterab
     mapped = [model for model in models if hasattr(model, "hf_device_map")]
     if not mapped:
         return
-    updated = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    updated = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
     for model in mapped:
         away = [name for name, param in model.named_parameters() if param.is_meta and id(param) in updated]
         if away:
@@ -178,3 +190,16 @@ def refuse_weights_that_are_away(models: Iterable[nn.Module], optimizers: Iterab
                 "offloading, shard it (FullyShardedDataParallelPlugin(cpu_offload=True)), or train adapters that are "
                 "on a device and leave the rest out of the optimizer."
             )
+
+
+def warn_of_another_models_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+    """Warn where the first step changes nothing although the prepared models have gradients."""
+    own = params_of(optimizer)
+    if not own or any(param.grad is not None for param in own):
+        return
+    if any(param.grad is not None for model in models for param in model.parameters()):
+        warn(
+            f"{type(optimizer).__name__} steps, but none of its {len(own)} parameters has a gradient, while the "
+            "prepared model has gradients: the optimizer was made with the parameters of another model, or of a copy. "
+            "Make it with model.parameters() of the model that is trained."
+        )

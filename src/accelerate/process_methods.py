@@ -206,33 +206,65 @@ class ProcessMethods:
         return self.state.local_main_process_first()
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run the decorated function on rank 0 only."""
+        """Run the decorated function on rank 0 only.
+
+        Args:
+            function: The function.
+        """
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run the decorated function once per host."""
+        """Run the decorated function once per host.
+
+        Args:
+            function: The function.
+        """
         return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """Run the decorated function on the highest rank only."""
+        """Run the decorated function on the highest rank only.
+
+        Args:
+            function: The function.
+        """
         return self.state.on_last_process(function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Run the decorated function on one rank only."""
+        """Run the decorated function on one rank only.
+
+        Args:
+            function: The function; without it a decorator is returned.
+            process_index: The rank.
+        """
         return self.state.on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Run the decorated function on one local rank of every host only."""
+        """Run the decorated function on one local rank of every host only.
+
+        Args:
+            function: The function; without it a decorator is returned.
+            local_process_index: The local rank.
+        """
         return self.state.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Yield this process's part of the inputs."""
+        """Yield this process's part of the inputs.
+
+        Args:
+            inputs: A list, tuple, tensor, data set, or dict of equally long ones.
+            apply_padding: Whether the last element is repeated, so that all parts are equally long.
+        """
         return self.state.split_between_processes(inputs, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per host."""
+        """Print once per host.
+
+        Args:
+            *args: As for Python's `print`.
+            **kwargs: As for Python's `print`.
+        """
         self.state.print(*args, **kwargs)
 
     def set_trigger(self) -> None:
@@ -248,13 +280,30 @@ class ProcessMethods:
         return bool(collectives.reduce(flag, reduction="sum").item())
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all processes, in rank order."""
+        """Concatenate the tensors of all processes, in rank order.
+
+        Args:
+            tensor: A tensor, or a nested list, tuple or dict of tensors, with the same shapes on every process.
+        """
         return collectives.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or average the tensors of all processes."""
+        """Sum or average the tensors of all processes.
+
+        Args:
+            tensor: A tensor, or a nested list, tuple or dict of tensors, with the same shapes on every process.
+            reduction: "sum", "mean", "max" or "min"; "none" combines nothing.
+            scale: A factor for the result.
+        """
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad the tensors of all processes to the longest, so that they can be gathered."""
+        """Pad the tensors of all processes to the longest, so that they can be gathered.
+
+        Args:
+            tensor: A tensor, or a nested list, tuple or dict of tensors.
+            dim: The dimension that differs.
+            pad_index: The value that fills up.
+            pad_first: Whether it is put in front instead of behind.
+        """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)

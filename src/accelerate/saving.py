@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from .parallel.dtensors import mesh_of
 from .runtime.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -57,6 +60,19 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a dict that safetensors accepts, and say which names of tied weights it leaves out."""
+    clean = each_memory_once(state_dict)
+    removed = [name for name in state_dict if name not in clean]
+    if removed:
+        logger.warning(
+            "Removed shared tensor %s while saving: the same memory is saved under another name. A model that ties "
+            "these weights restores them when it loads; for any other, clone them first.",
+            ", ".join(removed),
+        )
+    return clean
+
+
+def each_memory_once(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a dict that safetensors accepts: contiguous tensors, each memory stored under one name.
 
     Of tied weights the first name is kept; a model that ties them restores the others when it loads.

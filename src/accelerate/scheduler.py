@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .callers import warn
 from .runtime.gradient_state import GradientState
 from .runtime.runtime import Runtime
 
 _logger = logging.getLogger(__name__)
 _told = False
+_SHARE_OF_FILLED_ROUNDS = 0.05
+"""Steps after a schedule's end that are no fault: rounds that were filled up bring the end a little nearer."""
 
 
 class AcceleratedScheduler:
@@ -17,8 +20,10 @@ class AcceleratedScheduler:
 
     It stands still while gradients accumulate and when the optimizer skipped its step. Unless batches are split, one
     step of N processes consumes N batches of the plain loop, so a schedule written for the plain loop advances N
-    times per step; the first time that happens, a log line says so.
+    times per step. A schedule that was written for optimizer steps is over too early then, and a warning says so.
     """
+
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.batches_per_step = batches_per_step or Runtime.current().num_processes
         self.gradient_state = GradientState()
+        self._end = _EarlyEnd()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule by what one optimizer step consumed."""
@@ -48,6 +54,8 @@ class AcceleratedScheduler:
         times = 1 if self.split_batches else self.batches_per_step
         if times > 1:
             _tell_once(type(self.scheduler).__name__, times)
+            rates = [group.get("lr") for optimizer in self.optimizers for group in optimizer.param_groups]
+            self._end.look(rates, self._is_at_its_end(times), type(self.scheduler).__name__, times)
         for _ in range(times):
             if not self._is_at_its_end(times):
                 self.scheduler.step(*args, **kwargs)
@@ -91,15 +99,38 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
 
+class _EarlyEnd:
+    """Notice a schedule that is over while training goes on, which then changes nothing any more."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._steps_since_end = 0
+        self._has_begun = False  # a warm-up may begin with zero
+        self._told = False
+
+    def look(self, rates: list[Any], is_at_its_end: bool, name: str, times: int) -> None:
+        """Look at the learning rates of the optimizer step that was just made; warn once."""
+        if self._told:
+            return
+        self._steps += 1
+        is_zero = all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)  # a tensor would make it wait
+        self._has_begun |= not is_zero
+        self._steps_since_end = self._steps_since_end + 1 if is_at_its_end or (is_zero and self._has_begun) else 0
+        if self._steps_since_end <= max(2, _SHARE_OF_FILLED_ROUNDS * self._steps):
+            return
+        self._told = True
+        if Runtime.current().is_main_process:
+            warn(
+                f"{name} came to its end {self._steps_since_end} optimizer steps ago, and training "
+                f"goes on. It advances {times} times per optimizer step, because each of the {times} processes "
+                "consumes a batch of its own and the schedule counts batches of the plain loop. If yours counts "
+                f"optimizer steps, make it {times} times as long, or pass "
+                "Accelerator(step_scheduler_with_optimizer=False) or split_batches=True."
+            )
+
+
 def _tell_once(name: str, times: int) -> None:
     global _told
     if not _told and Runtime.current().is_main_process:
-        _logger.warning(
-            "%s advances %d times per optimizer step, because each of the %d processes consumes a batch of its own and "
-            "the schedule counts batches of the plain loop. If yours counts optimizer steps, pass "
-            "Accelerator(step_scheduler_with_optimizer=False) or split_batches=True.",
-            name,
-            times,
-            times,
-        )
+        _logger.info("%s advances %d times per optimizer step: once for the batch of each process.", name, times)
     _told = True

@@ -58,11 +58,28 @@ class PartialState:
     """
 
     _shared_state = _SharedState()
-    _runtime: Runtime
+    _started: Runtime
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        self._runtime = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
-        watch(self._runtime)
+        self._started = Runtime.start(cpu=cpu, init_handler=_init_handler(kwargs))
+        watch(self._started)
+
+    @property
+    def _runtime(self) -> Runtime:
+        """What every fact is read from. After a reset there is none, until somebody makes a state again."""
+        if Runtime.existing() is None:
+            raise AttributeError("_runtime")
+        return self._started
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain why a fact that a state has is not there."""
+        own = type(self).__name__
+        if "_started" in vars(self) and Runtime.existing() is None and hasattr(type(self), name):
+            raise AttributeError(
+                f"`{own}` object has no attribute `{name}`. This happens if `{own}._reset_state()` was called: make an "
+                "Accelerator or a PartialState again."
+            )
+        raise AttributeError(f"{own!r} object has no attribute {name!r}")
 
     @staticmethod
     def _facts(runtime: Runtime) -> dict[str, Any]:
@@ -86,7 +103,7 @@ class PartialState:
     @property
     def initialized(self) -> bool:
         """Tell whether the process knows its place."""
-        return Runtime.existing() is self._runtime
+        return Runtime.existing() is self._started
 
     @property
     def _cpu(self) -> bool:
@@ -286,7 +303,7 @@ class AcceleratorState(PartialState):
                 deepspeed_plugins=deepspeed_plugin,
             )
             runtime.training = {
-                "_runtime": runtime,
+                "_started": runtime,
                 "_mixed_precision": settings.mixed_precision,
                 "dynamo_plugin": settings.compilation,
                 "deepspeed_plugins": settings.deepspeed,
@@ -304,7 +321,7 @@ class AcceleratorState(PartialState):
     def _facts(runtime: Runtime) -> dict[str, Any]:
         if runtime.training is None:
             return {}
-        own = {name: value for name, value in runtime.training.items() if name != "_runtime"}
+        own = {name: value for name, value in runtime.training.items() if name != "_started"}
         return PartialState._facts(runtime) | own
 
     @staticmethod
@@ -340,8 +357,10 @@ class AcceleratorState(PartialState):
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return one of the plugins by its name."""
         plugins = self.deepspeed_plugins or {}
+        if not plugins:
+            raise ValueError(f"DeepSpeed is not enabled: there is no plugin {name!r}. Give Accelerator one.")
         if name not in plugins:
-            raise ValueError(f"There is no DeepSpeed plugin {name!r}: there are {', '.join(plugins) or 'none'}.")
+            raise ValueError(f"There is no DeepSpeed plugin {name!r}: there are {', '.join(plugins)}.")
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:

@@ -5,6 +5,7 @@ What was stamped with 3 and saved must come back as 3 in every part: a checkpoin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class StampedRun:
         self.scheduler.load_state_dict(scheduler | {"last_epoch": number})
         scaler: Any = self.accelerator.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": float(number)})
-        self.loader.load_state_dict({"epoch": 0, "batches": number, "batch_size": 1})
+        self.loader.load_state_dict({"epoch": number, "batches": 0, "batch_size": 1})
         self.notes.stamp = number
         self.accelerator.step = number
         torch.manual_seed(self._seed(number))
@@ -87,15 +88,15 @@ class StampedRun:
             },
             "scheduler": self.scheduler.state_dict()["last_epoch"],
             "scaler": int(scaler.state_dict()["scale"]),
-            "loader": self.loader.state_dict()["batches"],
+            "loader": self.loader.state_dict()["epoch"],
             "registered": self.notes.stamp,
             "step": self.accelerator.step,
             "generator": seed,
         }
 
-    def stamp_of_all(self) -> int:
-        """Return the one number that all parts say."""
-        stamps = self.stamps()
+    def stamp_of_all(self, but: Sequence[str] = ()) -> int:
+        """Return the one number that all parts say, but some."""
+        stamps = {part: number for part, number in self.stamps().items() if part not in but}
         assert len(set(stamps.values())) == 1, f"parts of different saves: {stamps}"
         number = stamps["step"]
         assert number is not None

@@ -24,7 +24,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.checkpoint import codec
 from accelerate.checkpoint.engine import CheckpointError
 from accelerate.checkpoint.layout import COMMIT_FILE
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
 from tests.launching import run_script
 from tests.ranks import ranks, run_on_ranks
 from tests.seeds.documents import DIRECTORY, python_blocks
@@ -88,6 +88,26 @@ def test_the_newest_committed_one_is_found_and_others_are_named(
     assert (checkpoints / "checkpoint_3.partial-0123abcd").is_dir(), "loading deletes nothing"
     run.accelerator.save_state()
     assert names(checkpoints) == [*(f"checkpoint_{number}" for number in (0, 1, 2, 4, 5)), "notes"]
+
+
+def test_a_resume_is_true_and_names_the_checkpoint_and_the_step(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    for start in range(3):
+        accelerator = Accelerator(cpu=True, project_config=project)
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        resumed = accelerator.resume()
+        if start == 0:
+            assert resumed is None
+        else:
+            assert resumed
+            path = tmp_path / "checkpoints" / f"checkpoint_{start - 1}"
+            assert str(resumed) == f"Loaded {path} (step {2 * start})"
+            assert (resumed.step, resumed.differences) == (2 * start, [])
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2)).sum())
+            optimizer.step()
+        accelerator.save_state()
 
 
 def test_without_any_checkpoint_there_is_an_error_that_says_where(tmp_path: Path) -> None:
@@ -173,7 +193,7 @@ def test_every_host_keeps_a_whole_checkpoint_of_its_own(tmp_path: Path) -> None:
 
 def test_what_cannot_be_registered_is_refused_by_position_and_type() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match=r"these have none: 1: int, 2: str"):
+    with pytest.raises(ValueError, match=r"these have none: Item at index 1, `int`; Item at index 2, `str`"):
         accelerator.register_for_checkpointing(Notes(), 3, "text")
 
 
@@ -215,14 +235,20 @@ def test_missing_and_extra_parts_are_listed_or_returned(world_size: int, tmp_pat
 @pytest.mark.parametrize(
     ("prepare", "said"),
     [
-        (lambda a: a.prepare(nn.Linear(3, 2)), r"model \(model.safetensors\)|model was saved weight is \(2, 2\) there"),
-        (lambda a: a.prepare(nn.Linear(2, 2, bias=False)), "with bias, which the model does not have"),
-        (lambda a: a.prepare(nn.Sequential(nn.Linear(2, 2))), "without 0.bias, 0.weight; with bias, weight"),
+        (lambda a: a.prepare(nn.Linear(3, 2)), r"model: weight has shape \(2, 3\) here and \(2, 2\) in the checkpoint"),
+        (
+            lambda a: a.prepare(nn.Linear(2, 2, bias=False)),
+            "model: the checkpoint has bias, which the model does not have",
+        ),
+        (
+            lambda a: a.prepare(nn.Sequential(nn.Linear(2, 2))),
+            "lacks 0.bias, 0.weight; the checkpoint has bias, weight",
+        ),
         (
             lambda a: a.prepare(
                 *(lambda m: (m, torch.optim.SGD([{"params": [m.weight]}, {"params": [m.bias]}])))(nn.Linear(2, 2))
             ),
-            r"parameter groups of \[2\] parameters; here they have \[1, 1\]",
+            r"optimizer: the groups have \[1, 1\] parameters here and \[2\] in the checkpoint",
         ),
     ],
 )
@@ -516,7 +542,7 @@ def consume(folder: Path, steps: int, config: dict[str, Any], resume: bool, work
     set_seed(1 if not resume else 2)
     loader = accelerator.prepare(DataLoader(range(48), batch_size=2, shuffle=True, num_workers=workers))
     if resume:
-        accelerator.load_state(folder)
+        accelerator.resume(folder)
     seen: list[int] = []
     for step, batch in enumerate(loader):
         seen += accelerator.gather_for_metrics(batch).tolist()
@@ -537,7 +563,7 @@ def consume(folder: Path, steps: int, config: dict[str, Any], resume: bool, work
     ],
     ids=["shard", "dispatch", "stateful", "seedable"],
 )
-def test_the_rest_of_an_epoch_comes_after_a_load_whatever_the_loader(
+def test_the_rest_of_an_epoch_comes_after_a_resume_whatever_the_loader(
     world_size: int, config: dict[str, Any], workers: int, tmp_path: Path
 ) -> None:
     if "use_stateful_dataloader" in config:

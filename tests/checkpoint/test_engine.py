@@ -69,7 +69,11 @@ def test_everybody_hears_what_the_leader_and_the_others_say() -> None:
 
 
 def test_a_report_says_what_there_is_to_say() -> None:
-    assert not LoadReport(path="ckpt")
+    clean = LoadReport(path="ckpt", step=12)
+    assert clean
+    assert str(clean) == "Loaded ckpt (step 12)"
+    assert clean.differences == []
     report = LoadReport(path="ckpt", missing=["a (a.bin)"], extra=["b (b.bin)"], changes=["c"])
     assert report
-    assert str(report) == "missing in ckpt: a (a.bin)\nin ckpt, but not prepared here: b (b.bin)\nc"
+    assert report.differences == ["missing in ckpt: a (a.bin)", "in ckpt, but not prepared here: b (b.bin)", "c"]
+    assert str(report).splitlines() == ["Loaded ckpt", *report.differences]

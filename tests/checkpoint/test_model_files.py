@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate import Accelerator
@@ -84,6 +85,7 @@ def test_two_processes_write_one_model(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, tmp_path / "model")
+    accelerator.wait_for_everyone()
     other = Tied()
     load_checkpoint_in_model(other, tmp_path / "model", strict=True)
     assert same(accelerator.unwrap_model(model), other)
@@ -119,3 +121,25 @@ def test_weights_can_be_converted_on_the_way(tmp_path: Path) -> None:
     model.body.to(torch.float32)
     load_checkpoint_in_model(model, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["body"])
     assert (model.head.weight.dtype, model.body.weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["weight_map.index.json", "anything.index.json"])
+@pytest.mark.parametrize("is_the_map", [True, False])
+def test_an_index_may_have_any_name_and_be_the_map_itself(tmp_path: Path, name: str, is_the_map: bool) -> None:
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    for key, value in state.items():
+        save_file({key: value}, tmp_path / f"{key}.safetensors")
+    weight_map = {key: f"{key}.safetensors" for key in state}
+    (tmp_path / name).write_text(json.dumps(weight_map if is_the_map else {"metadata": {}, "weight_map": weight_map}))
+    for place in (tmp_path, tmp_path / name):
+        assert same_tensors(read_model_files(place), state)
+    (tmp_path / "other.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"more than one `\.index\.json` file"):
+        read_model_files(tmp_path)
+    (tmp_path / "other.index.json").write_text('{"a": {"dtype": "float32"}}')
+    with pytest.raises(ValueError, match="is not an index of a model"):
+        read_model_files(tmp_path / "other.index.json")
+
+
+def same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -32,12 +32,12 @@ def test_weights_that_only_look_alike_are_not_tied() -> None:
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[1].weight)
     stored = {name: value for name, value in model.state_dict().items() if name != "1.weight"}
-    assert ModelPart("model", "model.safetensors", model).objection(stored) == "without 1.weight"
+    assert ModelPart("model", "model.safetensors", model).objection(stored) == "the checkpoint lacks 1.weight"
 
 
 def test_many_missing_names_are_counted() -> None:
     part = ModelPart("model", "model.safetensors", nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))
-    assert part.objection({}) == "without 0.bias, 0.weight, 1.bias, 1.weight and 4 more"
+    assert part.objection({}) == "the checkpoint lacks 0.bias, 0.weight, 1.bias, 1.weight and 4 more"
 
 
 def test_a_model_may_be_loaded_in_part_when_it_is_asked_for() -> None:
@@ -53,11 +53,12 @@ def test_an_optimizer_with_other_groups_is_described() -> None:
     model = nn.Linear(2, 2)
     saved = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
     part = OptimizerPart("optimizer", "optimizer.bin", torch.optim.SGD([model.weight], lr=0.1), [model])
-    assert part.objection(saved) == "with parameter groups of [2] parameters; here they have [1]"
+    assert part.objection(saved) == "the groups have [1] parameters here and [2] in the checkpoint"
 
 
 def test_loaders_are_counted() -> None:
-    assert ProgressPart([]).objection({"loaders": [{}]}) == "with the positions of 1 loaders; 0 are prepared here"
+    objection = ProgressPart([]).objection({"loaders": [{}]})
+    assert objection == "0 loaders are prepared here, and the checkpoint has the positions of 1"
 
 
 class Window:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.checkpoint.engine import CheckpointError
+from tests import warm
 from tests.ranks import run_on_ranks
 from tests.ranks.pool import free_port
 
@@ -99,7 +99,7 @@ def reference(action: str, folder: Path, world_size: int) -> list[Any]:
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     reports = [folder.with_name(f"report-{rank}.json") for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             [REFERENCE, published.__file__, action, str(folder), str(reports[rank])],
             env={**os.environ, **(world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {})},
         )

@@ -86,7 +86,7 @@ def train(
     wrapped, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     accelerator.register_for_checkpointing(average)
     if resume:
-        accelerator.load_state(folder)
+        accelerator.resume(folder)
     losses: dict[int, float] = {}
     while average.micro_batches < until:
         for batch in loader:

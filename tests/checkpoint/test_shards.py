@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from accelerate import Accelerator
 from accelerate.checkpoint.engine import CheckpointError
+from accelerate.checkpoint.shards import SafeReader
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.parallel.small_transformer import TP_PLAN, model
@@ -127,7 +129,8 @@ def test_a_model_of_another_shape_is_refused_by_name_and_nothing_is_restored(tmp
     net, _ = other.prepare(net, torch.optim.AdamW(net.parameters()))
     before = net.head.weight.full_tensor().clone()
     with pytest.raises(
-        CheckpointError, match=r"without blocks\.2.*head\.weight is \(32, 16\) there and \(48, 16\) here"
+        CheckpointError,
+        match=r"lacks blocks\.2.*head\.weight has shape \(48, 16\) here and \(32, 16\) in the checkpoint",
     ):
         other.load_state(str(tmp_path / "saved"))
     assert torch.equal(net.head.weight.full_tensor(), before)
@@ -168,6 +171,7 @@ def test_a_whole_state_is_gathered_on_the_main_process_and_saved_for_other_tools
         else:
             assert state == {}
         accelerator.save_model(net, tmp_path / "model")
+        accelerator.wait_for_everyone()
         from safetensors.torch import load_file
 
         saved = load_file(tmp_path / "model" / "model.safetensors")
@@ -239,3 +243,12 @@ def test_a_flipped_bit_in_a_shard_is_found_before_anything_is_restored(tmp_path:
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
         accelerator.load_state(str(tmp_path / "saved"), verify="hash")
     assert all((param == 3).all() for param in net.parameters())
+
+
+def test_a_table_of_contents_that_python_3_13_wrote_is_read_by_every_version(tmp_path: Path) -> None:
+    contents = Metadata(state_dict_metadata={}, storage_meta=StorageMeta(checkpoint_id=tmp_path))
+    written = pickle.dumps(contents, protocol=2)  # in which the names of modules are plain lines
+    module = type(tmp_path).__module__
+    (tmp_path / ".metadata").write_bytes(written.replace(f"c{module}\n".encode(), b"cpathlib._local\n"))
+    assert b"pathlib._local" in (tmp_path / ".metadata").read_bytes()
+    assert SafeReader(tmp_path).read_metadata().storage_meta.checkpoint_id == tmp_path  # type: ignore[union-attr]

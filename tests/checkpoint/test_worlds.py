@@ -49,7 +49,9 @@ def train(
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     changes: list[str] = []
     if first:
-        changes = accelerator.load_state(folder).changes
+        report = accelerator.resume(folder)
+        assert report is not None
+        changes = report.changes
     samples: dict[int, list[int]] = {}
     losses: dict[int, float] = {}
     step = first

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from tests import warm
+
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
 # What the host of the tests says about itself must not reach the machines: a launch finds out by itself.
 _NOT_INHERITED = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
@@ -50,25 +52,25 @@ class Running:
     def printed(self) -> str:
         return self.output.read_text()
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 300.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {seconds:.0f} s:\n{self.printed}") from None
 
-    def finished(self, seconds: float = 60.0) -> str:
+    def finished(self, seconds: float = 300.0) -> str:
         """Wait for the end, good or bad, and return what it printed."""
         self.wait(seconds)
         return self.printed
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> None:
+    def end(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> None:
         """Ask it to end, and make it."""
         self.process.send_signal(number)
         if not until(lambda: self.process.poll() is not None, seconds):
             self.process.kill()
             self.process.wait()
 
-    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+    def wait_for(self, text: str, seconds: float = 300.0) -> None:
         """Wait until the command has printed a text."""
         until(lambda: text in self.printed or self.process.poll() is not None, seconds)
         assert text in self.printed, f"{text!r} is not in:\n{self.printed}"
@@ -91,7 +93,7 @@ class Machine:
         output = self.folder / f"{self.name}.{self._started}.out"
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         with output.open("wb") as stream:
-            process = subprocess.Popen(
+            process = warm.Popen(
                 [*self.enter(), *map(str, command)],
                 cwd=self.folder,
                 env=environment | {"OMP_NUM_THREADS": "1", "HF_HOME": str(self.folder)} | self.variables | variables,
@@ -102,7 +104,7 @@ class Machine:
             )
         return Running(process=process, output=output)
 
-    def run(self, *command: object, seconds: float = 60.0, **variables: str) -> str:
+    def run(self, *command: object, seconds: float = 300.0, **variables: str) -> str:
         """Run a command to its end and return what it printed; fail unless it succeeds."""
         running = self.start(*command, **variables)
         code = running.wait(seconds)

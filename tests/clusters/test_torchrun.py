@@ -27,7 +27,7 @@ def test_two_torchrun_of_two_processes(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     try:
-        printed = [node.communicate(timeout=60)[0] for node in nodes]
+        printed = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -24,7 +24,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -57,7 +57,18 @@ def test_an_unknown_verb_is_refused_with_the_known_ones(no_torch: str) -> None:
     unknown = run("lunch", PYTHONPATH=no_torch)
     assert unknown.returncode == 2
     assert "invalid choice: 'lunch'" in unknown.stderr
+    assert "Did you mean launch?" in unknown.stderr
     assert "env" in unknown.stderr
+
+
+def test_an_unknown_word_after_a_verb_is_answered_by_the_verb() -> None:
+    flag = run("launch", "--num_proceses", "2", "train.py")
+    assert flag.stderr.splitlines() == [
+        "accelerate launch: --num_proceses is unknown. Did you mean --num_processes?",
+        "See accelerate launch --help.",
+    ]
+    word = run("env", "more")
+    assert (word.returncode, word.stderr.splitlines()[0]) == (2, "accelerate env: more is unknown.")
 
 
 def test_env_tells_what_a_bug_report_needs() -> None:
@@ -81,6 +92,6 @@ def test_the_module_is_the_command_too(no_torch: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert ran.stdout == f"accelerate {accelerate.__version__}\n"

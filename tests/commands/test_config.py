@@ -29,6 +29,7 @@ from accelerate.commands.config.update import update_config
 from accelerate.config.enums import DistributedType
 from accelerate.config.files import read_config
 from accelerate.runtime import device as devices
+from tests.timing import limit
 
 COMMAND = Path(sys.executable).with_name("accelerate")
 REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
@@ -84,7 +85,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -490,7 +491,12 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.child = pexpect.spawn(
-            str(COMMAND), ["config", *arguments], env=environment, encoding="utf-8", timeout=30, dimensions=(40, 100)
+            str(COMMAND),
+            ["config", *arguments],
+            env=environment,
+            encoding="utf-8",
+            timeout=limit(30),
+            dimensions=(40, 100),
         )
 
     def answer(self, question: str, keys: str) -> None:
@@ -584,6 +590,6 @@ def test_accelerate_1_15_reads_our_files_as_we_read_its(tmp_path: Path) -> None:
     paths = [*map(str, WRITTEN_BY_1_15), *map(str, sorted(tmp_path.glob("*.*")))]
     code = "import json, sys; from accelerate.commands.config import load_config_from_file as load\n"
     code += "print(json.dumps([load(path).to_dict() for path in sys.argv[1:]]))"
-    ran = subprocess.run([str(REFERENCE), "-c", code, *paths], capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run([str(REFERENCE), "-c", code, *paths], capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == [load_config_from_file(path).to_dict() for path in paths]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def test_one_process_is_the_script_itself(folder: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    (line,) = shown(process.communicate(timeout=60)[0])
+    (line,) = shown(process.communicate(timeout=300)[0])
     assert line["pid"] == process.pid, "the launcher was replaced"
     assert line["argv"] == ["--lr", "1", "--cpu"], "flags after the script are the script's"
     assert (line["RANK"], line["ACCELERATE_MIXED_PRECISION"], line["ACCELERATE_USE_CPU"]) == (None, "bf16", "False")
@@ -97,6 +98,26 @@ def test_a_mistake_is_answered_in_a_sentence(words: list[str], complaint: str, f
     assert "Traceback" not in launched.complaints
 
 
+def test_a_misspelt_key_of_the_file_ends_the_launch_unless_it_is_lenient(folder: Path) -> None:
+    (folder / "config.yaml").write_text("use_cpu: true\nnum_procesess: 2\n")
+    refused = run_accelerate("launch", "--config_file", "config.yaml", "show.py", directory=folder)
+    assert refused.code == 2
+    assert "nobody reads the key `num_procesess`. Did you mean num_processes?" in refused.complaints
+    assert "--lenient" in refused.complaints
+    lenient = run_accelerate("launch", "--config_file", "config.yaml", "--lenient", "show.py", directory=folder)
+    assert lenient.code == 0
+    assert "nobody reads the key `num_procesess`" in lenient.complaints
+
+
+def test_an_option_of_the_launch_after_the_script_is_noticed(folder: Path) -> None:
+    noticed = run_accelerate("launch", "--cpu", "show.py", "--num_processes", "2", directory=folder)
+    assert noticed.code == 0
+    assert "--num_processes comes after show.py, so it is passed to the script" in noticed.complaints
+    (folder / "own.py").write_text("import argparse  # --num_processes is an option of its own\n")
+    silent = run_accelerate("launch", "--cpu", "own.py", "--num_processes", "2", directory=folder)
+    assert (silent.code, silent.complaints) == (0, "")
+
+
 def test_a_missing_script_is_told_by_the_verdict(folder: Path) -> None:
     launched = run_accelerate("launch", "--cpu", "--num_processes", 2, "trian.py", directory=folder)
     assert "FileNotFoundError" in launched.panel
@@ -114,6 +135,7 @@ def test_a_taken_port_is_named_and_a_free_one_is_the_default(folder: Path) -> No
 
 def test_a_port_that_is_taken_meanwhile_is_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = """
+import signal
 import socket
 from accelerate.launch import plan
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -125,7 +147,7 @@ launch_command(launch_command_parser().parse_args(["--cpu", "--num_processes", "
 assert not taken
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     assert len(shown(ended.stdout)) == 2
@@ -176,6 +198,43 @@ def test_the_parents_environment_is_left_alone(folder: Path, monkeypatch: pytest
         launch_command(arguments)
     assert ending.value.code == 1
     assert dict(os.environ) == before
+
+
+def test_a_launch_of_one_process_from_python_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HOME", str(folder / "hf_home"))
+    (folder / "one.py").write_text(
+        "import os, pathlib; pathlib.Path('format').write_text(os.environ['ACCELERATE_MIXED_PRECISION'])"
+    )
+    words = ["--cpu", "--num_processes", "1", "--mixed_precision", "bf16", "one.py"]
+    launch_command(launch_command_parser().parse_args(words))
+    assert (folder / "format").read_text() == "bf16"
+    (folder / "one.py").write_text(
+        "import os, signal, sys; os.kill(os.getpid(), signal.SIGTERM) if sys.argv[1:] else sys.exit(7)"
+    )
+    for arguments, code in ((words, 7), ([*words, "killed"], 128 + signal.SIGTERM)):
+        with pytest.raises(SystemExit) as ending:
+            launch_command(launch_command_parser().parse_args(arguments))
+        assert ending.value.code == code
+
+
+def test_a_launch_of_one_process_from_python_hands_signals_on(folder: Path) -> None:
+    (folder / "wait.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    program = (
+        "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+        "launch_command(launch_command_parser().parse_args(['--cpu', '--num_processes', '1', 'wait.py']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "ready\n"
+        launcher.terminate()
+        assert launcher.wait(timeout=300) == 5
 
 
 def test_affinity_gives_each_process_its_cores(folder: Path) -> None:

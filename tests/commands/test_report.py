@@ -14,6 +14,7 @@ import pytest
 from tests.launching import COMMAND, Launched, environment, run_accelerate
 from tests.report.test_page import data_of, shown
 from tests.report.writing import START, start, values, write_loss, write_run
+from tests.timing import limit
 
 
 def report(directory: Path, *words: object, **variables: str) -> Launched:
@@ -130,7 +131,7 @@ def test_live_waits_for_runs_and_leaves_when_they_end(tmp_path: Path) -> None:
     words = [*("report", "--live"), *("--interval", "0.1")]
     live = pexpect.spawn(
         str(COMMAND), words, cwd=str(tmp_path), env=environment(tmp_path, TERM="xterm"), encoding="utf-8",
-        dimensions=(40, 100), timeout=20,
+        dimensions=(40, 100), timeout=limit(20),
     )  # fmt: skip
     live.expect_exact("waiting for a metrics.jsonl in runs")
     write_loss(tmp_path / "runs" / "digits" / "late")
@@ -168,7 +169,7 @@ def test_a_million_values_of_five_runs_become_a_page_of_ten_megabytes_in_ten_sec
         step, _, value = shown(data, curve=number)
         assert step[value.argmax()] == 33_333
     assert page.stat().st_size <= 10e6
-    assert seconds <= 10, f"{seconds:.1f} s"
+    assert seconds <= limit(10), f"{seconds:.1f} s"
 
 
 def test_the_verb_alone_is_the_verb_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ for epoch in range(5):
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

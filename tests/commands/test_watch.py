@@ -13,6 +13,7 @@ import pytest
 from tests.launching import COMMAND, Launched, environment, run_accelerate
 from tests.report.test_page import data_of
 from tests.report.writing import append, end, start, values, write_run
+from tests.timing import limit
 
 PHASES = ["data", "forward", "backward", "step", "saving", "waiting", "other"]
 TOLD = "Rank 1 is slow in waiting for data: 0.060 s per step, where the others need 0.030 s."
@@ -104,7 +105,7 @@ def test_live_it_follows_the_run_to_its_end(tmp_path: Path, run: Path) -> None:
         env=environment(tmp_path, TERM="xterm"),
         encoding="utf-8",
         dimensions=(10, 100),
-        timeout=20,
+        timeout=limit(20),
     )
     view.expect("step 10 .*No rank is slow.*ranks 1/2")
     view.send("n")

@@ -46,7 +46,7 @@ def test_a_config_comes_from_a_file_a_dict_or_base64(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=complaint):
             DeepSpeedPlugin(hf_ds_config=str(file))
-    with pytest.raises(ValueError, match="no JSON file that exists"):
+    with pytest.raises(ValueError, match="is not a dict, an existing JSON file or base64"):
         DeepSpeedPlugin(hf_ds_config=str(tmp_path / "missing.json"))
 
 

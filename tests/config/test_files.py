@@ -134,6 +134,27 @@ def test_a_key_that_nobody_reads_is_named(tmp_path: Path, line: str, sentence: s
     assert config.values == {"num_machines": 1}
 
 
+@pytest.mark.parametrize(
+    ("text", "misspelt"),
+    [
+        ("num_procesess: 2", True),
+        ("fsdp_config: {fsdp_versoin: 2}", True),
+        ("num_procesess: 2\nnum_processes: 2", False),  # the key itself is there
+        ("fsdp_config: {fsdp_backward_prefetch_policy: BACKWARD_PRE}", False),  # of an older version
+        ("num_procs: 2", False),
+        ("completely_else: 2", False),
+    ],
+)
+def test_only_a_slip_of_the_pen_counts_as_misspelt(tmp_path: Path, text: str, misspelt: bool) -> None:
+    assert bool(read_config(written(tmp_path, text)).misspelt) == misspelt
+
+
+def test_no_key_that_libraries_use_counts_as_misspelt() -> None:
+    for row in Path(__file__).with_name("yaml_keys_used.tsv").read_text().splitlines():
+        key = row.split("\t")[0]
+        assert key in files.KNOWN_KEYS or not files._is_misspelt(key, {}), key
+
+
 def test_an_unquoted_no_is_a_word(tmp_path: Path) -> None:
     text = "mixed_precision: no\ndistributed_type: NO\ndynamo_config:\n  dynamo_backend: NO\ndowncast_bf16: no\n"
     config = read_config(written(tmp_path, text))

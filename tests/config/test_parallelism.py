@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.config.parallelism import TorchContextParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
+from tests.ranks import ranks
 
 
 def test_the_published_names_of_axes_and_sizes() -> None:
@@ -90,6 +91,8 @@ def test_the_sizes_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.tp_size, found.dp_shard_size, found.cp_size) == (4, 2, 1)
     assert resolved(parallelism_config=ParallelismConfig(tp_size=2)).tp_size == 2
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    assert resolved().cp_handler is None
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     assert resolved().cp_handler.cp_comm_strategy == "alltoall"
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "carrier pigeons")
     with pytest.raises(ValueError, match="cp_comm_strategy='carrier pigeons' is unknown"):
@@ -109,3 +112,40 @@ def test_it_can_be_written_down() -> None:
 def test_importing_it_does_not_import_torch() -> None:
     program = "import sys, accelerate.parallelism_config, accelerate.config.sharding; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
+
+
+def test_a_config_takes_from_the_environment_what_the_code_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    config = ParallelismConfig(dp_shard_size=8)
+    assert (config.dp_replicate_size, config.dp_shard_size, config.cp_size, config.tp_size) == (2, 8, 2, 1)
+    assert config.cp_handler == TorchContextParallelConfig("alltoall") == TorchContextParallelConfig()
+    assert TorchContextParallelConfig("allgather").cp_comm_strategy == "allgather"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({"dp_replicate_size": 8}, {"dp_replicate": 8}),
+        ({"dp_shard_size": 8}, {"dp_shard": 8}),
+        ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"dp_replicate": 2, "dp_shard": 4}),
+        ({"dp_shard_size": 4, "cp_size": 2}, {"dp_shard": 4, "cp": 2}),
+        ({"cp_size": 8}, {"cp": 8}),
+    ],
+)
+def test_a_mesh_has_the_axes_with_more_than_one_process(sizes: dict[str, int], mesh: dict[str, int]) -> None:
+    assert ParallelismConfig(**sizes)._get_mesh() == (tuple(mesh), tuple(mesh.values()))
+
+
+@ranks(2)
+def test_a_mesh_of_copies_has_one_axis() -> None:
+    config = ParallelismConfig(dp_replicate_size=2)
+    PartialState(cpu=True)
+    with pytest.raises(ValueError, match="you need to pass a device_type"):
+        config.get_device_mesh()
+    mesh = config.get_device_mesh("cpu")
+    assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (("dp_replicate",), (2,))
+    assert mesh["dp"].size() == mesh["dp_cp"].size() == 2
+    assert config.get_device_mesh() is mesh

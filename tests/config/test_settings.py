@@ -73,10 +73,10 @@ def test_settings_do_not_change_once_they_are_made() -> None:
 
 
 def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"'fp17' \(from code\) is unknown: choose one of no, fp8, fp16, bf16"):
+    with pytest.raises(ValueError, match=r"mode: fp17 \(from code\). Choose one of no, fp8, fp16, bf16"):
         resolved("fp17")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
-    with pytest.raises(ValueError, match=r"'half' \(from environment variable ACCELERATE_MIXED_PRECISION\)"):
+    with pytest.raises(ValueError, match=r"mode: half \(from environment variable ACCELERATE_MIXED_PRECISION\)"):
         resolved()
 
 
@@ -102,7 +102,7 @@ def test_an_engine_asked_for_by_the_environment_is_refused(monkeypatch: pytest.M
         ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=0)}, "must be 1 or more, not 0"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
-            "give the number in one place",
+            "You can only pass one of `gradient_accumulation_steps`",
         ),
     ],
 )
@@ -129,7 +129,7 @@ accelerate.config.plugins.DistributedDataParallelKwargs(find_unused_parameters=T
 accelerate.runtime.process.ProcessInfo.from_environment()
 print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
 
 
@@ -156,3 +156,15 @@ def test_an_unknown_compile_backend_is_refused_with_its_origin(monkeypatch: pyte
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductr")
     with pytest.raises(ValueError, match=r"environment variable ACCELERATE_DYNAMO_BACKEND.*'INDUCTR' is not a Dynamo"):
         resolved()
+
+
+def test_a_compile_plugin_has_the_environments_values_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = TorchDynamoPlugin()
+    assert (plain.backend, plain.mode, plain.fullgraph, plain.dynamic) == ("NO", "default", False, None)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "no")
+    plugin = TorchDynamoPlugin(mode="max-autotune")
+    assert (plugin.backend, plugin.mode, plugin.fullgraph, plugin.dynamic) == ("AOT_EAGER", "max-autotune", True, False)
+    assert plugin.to_kwargs() == {"backend": "aot_eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False}

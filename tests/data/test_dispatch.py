@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from tests.ranks import RankFailure, ranks, run_on_ranks
 
 
@@ -76,6 +76,30 @@ def test_iterable_data_is_dispatched_by_default() -> None:
     assert seen == list(range(11))
     again = [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
     assert again == seen
+
+
+@pytest.mark.parametrize("data", [range(5), Stream(5)], ids=["map", "stream"])
+def test_one_process_dispatches_to_itself_without_a_process_group(data: Any) -> None:
+    built = DataLoaderDispatcher(data, batch_size=2)
+    prepared = dispatching().prepare(DataLoader(data, batch_size=2))
+    assert isinstance(prepared, DataLoaderDispatcher)
+    for loader in (built, prepared):
+        for _ in range(2):
+            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]], "the last batch stays short"
+        assert loader.end_of_dataloader
+        assert loader.remainder == 1
+
+
+def test_nobody_reads_for_ranks_that_share_their_samples() -> None:
+    mesh = {
+        "num_processes": 2,
+        "process_index": 0,
+        "put_on_device": True,
+    }  # of another number of processes than there are
+    assert isinstance(prepare_data_loader(DataLoader(Stream(5)), **mesh), DataLoaderShard)
+    with pytest.warns(UserWarning, match="no effect on a mesh whose ranks share samples"):
+        loader = prepare_data_loader(DataLoader(range(5)), dispatch_batches=True, **mesh)
+    assert isinstance(loader, DataLoaderShard)
 
 
 def texts(samples: list[int]) -> dict[str, Any]:

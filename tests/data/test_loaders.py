@@ -13,6 +13,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -284,6 +285,25 @@ def test_data_that_differs_between_ranks_is_used_as_it_is_and_made_even() -> Non
 
 
 @ranks(2)
+def test_subsets_without_a_common_sample_are_a_split() -> None:
+    accelerator = Accelerator()
+    half = Subset(Subset(range(100, 120), range(2, 10)), range(accelerator.process_index, 8, 2))
+    with pytest.warns(UserWarning, match="another data set on every rank"):
+        loader = accelerator.prepare(DataLoader(half, batch_size=2))
+    seen = [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(seen) == list(range(102, 110))
+
+
+@ranks(2)
+def test_subsets_that_overlap_are_divided_with_a_warning() -> None:
+    accelerator = Accelerator()
+    first = accelerator.process_index  # as random_split() without a seed
+    with pytest.warns(UserWarning, match="different subsets of the data, which overlap"):
+        loader = accelerator.prepare(DataLoader(Subset(range(10), range(first, first + 8)), batch_size=2))
+    assert batches_of(loader) == ([[0, 1], [4, 5]] if first == 0 else [[3, 4], [7, 8]])
+
+
+@ranks(2)
 def test_a_stream_split_by_node_is_recognised() -> None:
     accelerator = Accelerator()
     data = Stream(5 + accelerator.process_index)
@@ -334,6 +354,26 @@ def test_rows_per_sample_and_results_per_batch_are_kept_in_proportion() -> None:
         means += accelerator.gather_for_metrics(batch.float().mean()).tolist()
     assert beams == [i for i in range(5) for _ in range(3)]
     assert len(means) == 3, "the second rank had no sample in the last step"
+
+
+@pytest.mark.parametrize("kind", ["map", "custom", "stream"])
+def test_one_process_weighs_the_mean_of_a_short_last_batch_by_its_samples(kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    data: Any = Stream(5) if kind == "stream" else range(5)
+    batching = (
+        {"batch_sampler": CustomBatches(SequentialSampler(data), 2, False)} if kind == "custom" else {"batch_size": 2}
+    )
+    for _ in range(2):  # the second epoch too
+        means, samples, names, beams = [], [], [], []
+        for batch in accelerator.prepare(DataLoader(data, **batching)):
+            means += accelerator.gather_for_metrics(batch.float().mean().repeat(2)).tolist()
+            samples += accelerator.gather_for_metrics({"x": batch})["x"].tolist()
+            names += accelerator.gather_for_metrics(["first", "second"])
+            beams += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
+        assert means == [0.5, 0.5, 2.5, 2.5, 4.0]
+        assert samples == list(range(5))
+        assert names == ["first", "second", "first", "second", "first"]
+        assert beams == [i for i in range(5) for _ in range(3)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from accelerate.data.position import Position, PositionError
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import set_seed
 from tests.data.test_dispatch import CountingData
-from tests.data.worlds import Data, StatefulStream, Stream, steps_of
+from tests.data.worlds import Data, StatefulStream, Stream, gathered, steps_of
 from tests.ranks import run_on_ranks
 
 
@@ -176,11 +176,7 @@ def real_run(state: dict[str, Any] | None, limit: int) -> tuple[list[int], dict[
     loader = accelerator.prepare(DataLoader(range(50), batch_size=2, shuffle=True))
     if state is not None:
         loader.load_state_dict(state)
-    seen: list[int] = []
-    for step, batch in enumerate(loader):
-        seen += accelerator.gather_for_metrics(batch).tolist()
-        if step == limit - 1:
-            break
+    seen = gathered(accelerator, loader, limit)
     return seen, loader.state_dict()
 
 
@@ -194,28 +190,3 @@ def test_real_processes_carry_a_position_to_another_number_of_processes() -> Non
         state = per_rank[0][1]
     alone, _ = real_run(None, 99)
     assert seen == alone
-
-
-def stateful_run(limit: int, state: dict[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
-    config = DataLoaderConfiguration(use_stateful_dataloader=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    set_seed(3)
-    loader = accelerator.prepare(DataLoader(range(20), batch_size=2, num_workers=1))
-    if state is not None:
-        loader.load_state_dict(state)
-    seen: list[int] = []
-    for step, batch in enumerate(loader):
-        seen += accelerator.gather_for_metrics(batch).tolist()
-        if step == limit - 1:
-            return seen, loader.state_dict()
-    return seen, {}
-
-
-def test_torchdatas_loader_keeps_every_ranks_state() -> None:
-    begun = run_on_ranks(2, stateful_run, limit=2, state=None)
-    assert begun[0][0] == list(range(8))
-    assert len(begun[0][1]["stateful_dataloader"]) == 2
-    rest = run_on_ranks(2, stateful_run, limit=99, state=begun[0][1])
-    assert begun[0][0] + rest[0][0] == list(range(20))
-    with pytest.raises(PositionError, match="this run has 1 processes and the state holds 2"):
-        stateful_run(99, begun[0][1])

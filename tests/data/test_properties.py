@@ -7,11 +7,14 @@ import pickle
 from itertools import chain
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import skip_first_batches
 from tests.data.worlds import Data, Step, steps_of
+from tests.ranks import run_on_ranks
 
 # CI runs a bounded number of examples; ACCELERATE_TEST_EXAMPLES=20000 runs more by hand.
 EXAMPLES = int(os.environ.get("ACCELERATE_TEST_EXAMPLES", "300"))
@@ -22,7 +25,8 @@ BOUNDED = settings(
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # streams are read on, ranks may be uneven
 
 WORLDS = st.integers(1, 8)
-KINDS = st.sampled_from(["map", "map", "map", "opaque", "stream", "stateful stream"])
+STREAMS = ("stream", "stateful stream", "stream of batches")
+KINDS = st.sampled_from(["map", "map", "map", "sampler of batches", "opaque", *STREAMS])
 
 
 @st.composite
@@ -32,14 +36,16 @@ def data(draw: st.DrawFn, **fixed: object) -> Data:
     chosen = {
         "n": draw(st.integers(0, 200)),
         "batch_size": draw(st.integers(1, 12)),
-        "shuffle": draw(st.booleans()) and kind == "map",
+        "shuffle": draw(st.booleans()) and kind in ("map", "sampler of batches"),
         "drop_last": draw(st.booleans()),
-        "even_batches": draw(st.booleans()) or kind in ("stream", "stateful stream"),
+        "even_batches": draw(st.booleans()) or kind in STREAMS,
         "split_batches": draw(st.booleans()),
         "kind": kind,
         "seedable": draw(st.booleans()),
         "huge": draw(st.booleans()),
     }
+    if kind == "stream of batches":  # nobody but the data set decides about its batches
+        chosen |= {"drop_last": False, "split_batches": False}
     chosen |= fixed
     # torch itself refuses to shuffle no samples
     chosen["shuffle"] = chosen["shuffle"] and chosen["n"] > 0
@@ -76,11 +82,11 @@ def test_metrics_see_exactly_the_data_set_in_order(case: Data, world_size: int) 
     steps = steps_of(world)
     assert sorted(order_of(case)) == list(range(case.n))
     assert real_samples(steps) == expected_samples(case, world_size)
-    if case.even_batches or case.drop_last:
+    if (case.even_batches or case.drop_last) and case.kind != "stream of batches":
         share = world[0].total_batch_size // world_size
         full = steps if world_size > 1 or case.drop_last else steps[:-1]
         assert all(len(batch) == share for step in full for batch in step.batches), "equal steps on all ranks"
-    if case.kind not in ("stream", "stateful stream"):
+    if case.kind not in STREAMS:
         assert [len(loader) for loader in world] == [
             sum(bool(step.batches[rank]) for step in steps) for rank in range(world_size)
         ]
@@ -140,3 +146,27 @@ def test_batches_that_workers_prefetched_do_not_count_as_consumed(case: Data, wo
         loader.load_state_dict(begun[-1].states[0])
     rest = steps_of(resumed, seed=99)
     assert [step.batches for step in begun + rest] == [step.batches for step in whole]
+
+
+def samples_seen(kind: str, shuffle: bool, n: int, dispatch: bool) -> tuple[list[int], list[int]]:
+    """Return what this rank was given in an epoch, and what all ranks together count of it; nobody sets a seed."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    torch.seed()
+    loader = accelerator.prepare(Data(n=n, batch_size=4, shuffle=shuffle, kind=kind).plain())
+    given, counted = [], []
+    for batch in loader:
+        given += batch.tolist()
+        counted += accelerator.gather_for_metrics(batch).tolist()
+    return given, counted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "shuffle"), [("sampler of batches", False), ("sampler of batches", True), ("stream of batches", False)]
+)
+def test_ranks_that_draw_different_numbers_see_every_sample_once(kind: str, shuffle: bool, world_size: int) -> None:
+    for n in (22, 24):
+        for dispatch in (False, True):
+            per_rank = run_on_ranks(world_size, samples_seen, kind=kind, shuffle=shuffle, n=n, dispatch=dispatch)
+            assert {sample for given, _ in per_rank for sample in given} == set(range(n))
+            assert all(sorted(counted) == list(range(n)) for _, counted in per_rank)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.data.loaders import PreparedLoader
 from accelerate.data_loader import prepare_data_loader
@@ -46,6 +46,17 @@ class StatefulStream(Stream):
         self.position = state["position"]
 
 
+class StreamOfBatches(Stream):
+    """Numbers in order, in batches that the data set makes itself."""
+
+    def __init__(self, n: int, batch_size: int) -> None:
+        super().__init__(n)
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(self.n).split(self.batch_size) if self.n else ())
+
+
 class OpaqueBatchSampler(BatchSampler):
     """A batch sampler that the library does not know and can only iterate over."""
 
@@ -70,6 +81,13 @@ class Data:
         if self.kind == "opaque":
             sampler = OpaqueBatchSampler(SequentialSampler(range(self.n)), self.batch_size, self.drop_last)
             return DataLoader(range(self.n), batch_sampler=sampler, **options)
+        if self.kind == "sampler of batches":
+            data = torch.arange(self.n)
+            sampler = RandomSampler(data) if self.shuffle else SequentialSampler(data)
+            batches = BatchSampler(sampler, self.batch_size, self.drop_last)
+            return DataLoader(data, sampler=batches, batch_size=None, **options)
+        if self.kind == "stream of batches":
+            return DataLoader(StreamOfBatches(self.n, self.batch_size), batch_size=None, **options)
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         if self.kind == "stream":
             return DataLoader(Stream(self.n), **options)
@@ -117,7 +135,10 @@ def steps_of(world: list[PreparedLoader], limit: int | None = None, seed: int = 
             break
         rows = [[] if batch is None else batch.tolist() for batch in batches]
         partial = next((loader.partial_round for loader in world if loader.partial_round is not None), None)
-        real = rows if partial is None else [r[:count] for r, count in zip(rows, partial.counts, strict=True)]
+        real = rows
+        if partial is not None:  # a batch that the data set made counts as one sample
+            sizes = [max(1, len(r) // partial.rows) for r in rows]
+            real = [r[: count * size] for r, count, size in zip(rows, partial.counts, sizes, strict=True)]
         steps.append(Step(rows, list(chain(*real))))
     if steps:
         steps[-1].states = [copy.deepcopy(loader.state_dict()) for loader in world]
@@ -142,3 +163,13 @@ class _Primed:
 
     def close(self) -> None:
         self._iterator.close()  # type: ignore[attr-defined]
+
+
+def gathered(accelerator: Any, loader: Any, limit: int) -> list[int]:
+    """Return the samples of the first batches, over all ranks."""
+    seen: list[int] = []
+    for step, batch in enumerate(loader):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        if step == limit - 1:
+            break
+    return seen

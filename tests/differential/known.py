@@ -46,6 +46,22 @@ KNOWN = (
     Known(
         "metrics_of_streams", "sharded 11 | sharded 17", "`gather_for_metrics` at the end of a sharded stream", ON_TWO
     ),
+    Known(
+        "metrics_of_repeated_means",
+        "beams",
+        "`gather_for_metrics` of several rows per sample (beams) in an incomplete last round",
+    ),
+    Known(
+        "random_augmentation_beside_a_random_step",
+        "augmented | drawn",
+        "a loader that is prepared: when its batches are read",
+    ),
+    Known(
+        "batch_sampler_in_the_samplers_place",
+        "prepare",
+        "a loader with a batch sampler as its `sampler` and `batch_size=None`, on one process",
+        ("one",),
+    ),
     # processes
     Known("loader_attributes | who_am_i", "device", "`accelerator.device` of several processes on CPUs", ON_TWO),
     Known(

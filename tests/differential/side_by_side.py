@@ -14,6 +14,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests import warm
+from tests.warm import COLD
+
 from .registry import WORLDS
 
 REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
@@ -50,9 +53,10 @@ def start(
     processes = []
     for rank in range(WORLDS[world]):
         log = ended.enter_context((folder / f"log-{rank}.txt").open("wb"))
-        process = subprocess.Popen(
+        process = warm.Popen(
             [python, "-m", "tests.differential.runner", world, str(folder), *names],
-            env=environment(rank, WORLDS[world], store.port, folder / "home"),
+            # The commands of a world are found by the PATH that an interpreter's own start sets.
+            env=environment(rank, WORLDS[world], store.port, folder / "home") | ({COLD: "1"} if world == "cli" else {}),
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,

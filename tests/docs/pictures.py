@@ -1,6 +1,6 @@
-"""Draw the pictures of README and docs from what the real commands show: `python -m tests.docs.pictures [name ...]`.
+"""Draw the pictures of README and docs from what real runs show: `python -m tests.docs.pictures [name ...]`.
 
-Needs `rich` and a Chromium; the results are committed in docs/images.
+Every script trains on scikit-learn's digits. Needs `rich` and a Chromium; the results are committed in docs/images.
 """
 
 from __future__ import annotations
@@ -19,15 +19,29 @@ from tests.report.browser import Browser
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = 100
 
-STUCK = """\
+DIGITS = """\
 import torch
+from sklearn.datasets import load_digits
+from torch.nn import Linear, ReLU, Sequential
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from accelerate import Accelerator
 
+pixels, labels = load_digits(return_X_y=True)
+digits = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
+torch.manual_seed(0)
+train, test = random_split(digits, [0.8, 0.2])
+"""
+
+STUCK = """\
+from digits import *
+
 accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(8, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-for step in range(100):
-    loss = model(torch.randn(4, 8)).square().mean()
+model = Sequential(Linear(64, 32), ReLU(), Linear(32, 10))
+loader = DataLoader(train, batch_size=32, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for step, (inputs, targets) in enumerate(loader):
+    loss = cross_entropy(model(inputs), targets)
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -37,46 +51,59 @@ for step in range(100):
 """
 
 LOGGED = """\
-import math, random
-from accelerate import Accelerator
+from digits import *
 
-for run, rate in {"lr 1e-3": 1e-3, "lr 3e-3": 3e-3, "lr 1e-2": 1e-2}.items():
+for rate in (1e-4, 1e-3, 1e-2):
     accelerator = Accelerator(cpu=True, log_with="jsonl")
-    accelerator.init_trackers("digits", config={"lr": rate, "batch_size": 64}, init_kwargs={"jsonl": {"run": run}})
-    random.seed(run)
-    for step in range(2000):
-        loss = 2.3 * math.exp(-step * rate / 2) + 0.1 + random.gauss(0, 0.05)
-        values = {"train/loss": loss, "lr": rate * min(1, step / 100)}
-        if step % 100 == 0:
-            values["eval/accuracy"] = 0.98 - 0.88 * math.exp(-step * rate / 2)
-        accelerator.log(values, step=step)
+    config = {"lr": rate, "batch_size": 64}
+    accelerator.init_trackers("digits", config=config, init_kwargs={"jsonl": {"run": f"lr {rate:g}"}})
+    torch.manual_seed(1)
+    model = Sequential(Linear(64, 128), ReLU(), Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    loader, test_loader = DataLoader(train, batch_size=64, shuffle=True), DataLoader(test, batch_size=360)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs=60, steps_per_epoch=len(loader))
+    model, optimizer, loader, test_loader, schedule = accelerator.prepare(
+        model, optimizer, loader, test_loader, schedule
+    )
+    step = 0
+    for epoch in range(60):
+        for inputs, targets in loader:
+            loss = cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            accelerator.log({"train/loss": loss, "lr": schedule.get_last_lr()[0]}, step=step)
+            step += 1
+        with torch.no_grad():
+            [right] = [model(inputs).argmax(1) == targets for inputs, targets in test_loader]
+        accelerator.log({"eval/accuracy": right.float().mean()}, step=step)
     accelerator.end_training()
 """
 
 SLOW = """\
-import time, torch
-from accelerate import Accelerator
+import time
+from digits import *
 
 class Samples(torch.utils.data.Dataset):
-    def __len__(self): return 1600
+    def __len__(self):
+        return 40 * len(train)
+
     def __getitem__(self, index):
         time.sleep(0.0039 if accelerator.process_index == 2 else 0.003)
-        return torch.randn(8)
+        return train[index % len(train)]
 
 accelerator = Accelerator(cpu=True, log_with="jsonl")
 accelerator.init_trackers("digits", init_kwargs={"jsonl": {"run": "baseline"}})
-model = torch.nn.Linear(8, 1)
-loader = torch.utils.data.DataLoader(Samples(), batch_size=10)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
-for epoch in range(2):
-    for step, batch in enumerate(loader):
-        loss = model(batch).square().mean()
-        time.sleep(0.025)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.log({"loss": loss}, step=step)
-accelerator.wait_for_everyone()
+model = Sequential(Linear(64, 4096), ReLU(), Linear(4096, 10))
+loader = DataLoader(Samples(), batch_size=10)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for step, (inputs, targets) in enumerate(loader):
+    loss = cross_entropy(model(inputs), targets)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": loss}, step=step)
 """
 
 
@@ -103,12 +130,12 @@ def draw(text: str, title: str, file: Path) -> None:
 
 
 def verdict(folder: Path) -> None:
-    """Show what a rank-guarded gather ends with."""
+    """Show what a rank-guarded gather ends with, after the default 30 seconds."""
     (folder / "train.py").write_text(STUCK)
-    text = shown("accelerate launch --cpu --num_processes 4 train.py", folder, ACCELERATE_HANG_SECONDS="3")
+    text = shown("accelerate launch --cpu --num_processes 4 train.py", folder)
     panel = text[text.rindex("── the run failed") :]
     start = text.rindex("\n", 0, text.index(panel)) + 1  # with the escape codes before it
-    draw(text[start:].rstrip(), "accelerate launch --num_processes 4 train.py", IMAGES / "verdict.svg")
+    draw(text[start:].rstrip(), "accelerate launch --cpu --num_processes 4 train.py", IMAGES / "verdict.svg")
 
 
 def report(folder: Path) -> None:
@@ -121,12 +148,12 @@ def report(folder: Path) -> None:
 
 
 def watch(folder: Path) -> None:
-    """Show four ranks, of which one waits longer for its data."""
+    """Show four ranks that train, of which one waits longer for its data."""
     (folder / "train.py").write_text(SLOW)
-    shown("accelerate launch --cpu --num_processes 4 train.py", folder)
-    text = shown("accelerate watch runs", folder)
+    training = "accelerate launch --cpu --num_processes 4 train.py & sleep 45"
+    text = shown(f"{training}; timeout --foreground --signal INT 10 accelerate watch runs; kill %1; wait", folder)
     frame = text[text.rindex("baseline") :]  # the last one, which stays
-    draw(frame.rstrip(), "accelerate watch", IMAGES / "watch.svg")
+    draw(frame.partition("accelerate launch")[0].rstrip(), "accelerate watch runs", IMAGES / "watch.svg")
 
 
 PICTURES = {"verdict": verdict, "report": report, "watch": watch}
@@ -136,5 +163,6 @@ if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     for name in sys.argv[1:] or PICTURES:
         with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "digits.py").write_text(DIGITS)
             PICTURES[name](Path(directory))
         print(f"drew {name}")

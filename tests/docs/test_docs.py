@@ -46,6 +46,18 @@ def test_both_sides_of_a_difference_are_python(page: Path) -> None:
             ast.parse(textwrap.dedent("\n".join(lines)), filename=block.place)
 
 
+def test_code_fits_the_column_of_the_site() -> None:
+    wide = [
+        f"{block.place}: {line}"
+        for page in PAGES
+        if page.parent.name == "docs"
+        for block in blocks_of(page)
+        for line in block.code.splitlines()
+        if len(line) > 88
+    ]
+    assert not wide, "\n".join(wide)
+
+
 def test_every_block_says_what_it_is() -> None:
     for page in PAGES:
         fences = page.read_text(encoding="utf-8").count("```")

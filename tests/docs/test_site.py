@@ -112,17 +112,25 @@ def test_the_site_loads_nothing_from_anywhere(site: Path) -> None:
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
-def test_the_search_finds_a_page_and_asks_nobody_else(site: Path, tmp_path: Path) -> None:
+def test_the_search_finds_a_page_on_a_server_and_on_a_disk_and_asks_nobody_else(site: Path, tmp_path: Path) -> None:
     with _served(site) as address, Browser(tmp_path) as browser:
-        browser.send("Page.navigate", url=f"{address}/index.html")
-        browser.wait("document.querySelector('.md-search__input') !== null && document.readyState === 'complete'")
-        browser.run("document.querySelector('.md-search__input').focus()")
-        browser.send("Input.insertText", text="feistel")
-        browser.run("document.querySelector('.md-search__input').dispatchEvent(new KeyboardEvent('keyup'))")
-        browser.wait("document.querySelector('.md-search-result__link[href*=\"data_order.html\"]') !== null")
-        asked = [event["params"]["request"]["url"] for event in browser.events if "request" in event.get("params", {})]
-    assert asked
-    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+        for start in (address, site.as_uri()):
+            browser.events.clear()
+            _search(browser, start)
+            events = [event.get("params", {}) for event in browser.events]
+            asked = [event["request"]["url"] for event in events if "request" in event]
+            assert asked
+            assert [url for url in asked if not url.startswith((start, "data:", "blob:"))] == []
+
+
+def _search(browser: Browser, site: str) -> None:
+    browser.send("Page.navigate", url=f"{site}/index.html")
+    is_there = "document.querySelector('.md-search__input') !== null && document.readyState === 'complete'"
+    browser.wait(f"location.href.startsWith('{site}') && {is_there}")
+    browser.run("document.querySelector('.md-search__input').focus()")
+    browser.send("Input.insertText", text="feistel")
+    browser.run("document.querySelector('.md-search__input').dispatchEvent(new KeyboardEvent('keyup'))")
+    browser.wait("document.querySelector('.md-search-result__link[href*=\"data_order.html\"]') !== null")
 
 
 @contextmanager
@@ -144,6 +152,13 @@ def _served(folder: Path) -> Iterator[str]:
 def test_reference_shows_what_the_docstrings_say(site: Path) -> None:
     reference = _read(site.resolve() / "reference.html")
     assert {"accelerate.Accelerator", "accelerate.Accelerator.prepare", "accelerate.PartialState"} <= reference.anchors
+    assert "accelerate.utils.ProjectConfiguration(total_limit)" in reference.anchors
+    assert "accelerate.Accelerator(mixed_precision)" in reference.anchors
+
+
+def test_signatures_are_wrapped(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text(encoding="utf-8"))
+    assert re.search(r"^Accelerator\(\n    device_placement: bool = True,\n", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", ROOT_PAGES, ids=name_of)

@@ -23,6 +23,12 @@ def test_a_unet_is_trained_and_resumed_from_the_latest_checkpoint(world_size: in
     assert found["losses"][-1] < 0.85 * found["losses"][0]
     assert found["average_moved"] > 0
     assert found["image_shape"] == [1, 8, 8, 1]
+    assert found["checkpoints_by_main"] == ["checkpoint-6", "checkpoint-9"], "saved on the main process only"
+    assert len(found["resumed_losses_by_main"]) == 4
+    assert found["resumed_losses_by_main"] == pytest.approx(found["losses"][6:], rel=0.5)
+    assert len(set(found["sums_by_main"])) == 1, "the ranks train one model"
+    if world_size == 1:
+        assert found["resumed_losses_by_main"] == found["losses"][6:]
 
 
 def test_a_pipeline_whose_models_wait_on_the_host_makes_the_same_image(tmp_path: Path) -> None:

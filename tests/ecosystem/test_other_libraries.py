@@ -38,6 +38,7 @@ def test_every_sample_of_a_dataset_comes_once(world_size: int, tmp_path: Path) -
     for name, samples in found["odd"].items():  # a rank may be given more, to keep in step: nothing counts twice
         assert set(samples["given"]) == set(everything[:-5]), name
         assert sorted(samples["counted"]) == everything[:-5], name
+    assert found["reads"] == [len(everything) // world_size] * world_size, "nobody reads the files of another rank"
 
 
 def test_lm_eval_gives_the_same_answers_on_two_processes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .libraries import folder, needs_libraries, run_scenario, run_with_torchrun
+from .libraries import REPOSITORY, folder, needs_libraries, run_scenario, run_with_torchrun
 
 pytestmark = [needs_libraries, pytest.mark.timeout(400)]
 
@@ -43,17 +43,19 @@ def test_trainer_shards_with_fsdp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "tolerance"), [(1, 0.0), (2, 1e-6)])
-def test_trainer_ends_where_it_ends_with_accelerate_1_15(world_size: int, tolerance: float, tmp_path: Path) -> None:
-    ended = {}
+def test_trainer_ends_and_evaluates_as_with_accelerate_1_15(world_size: int, tolerance: float, tmp_path: Path) -> None:
+    ended, evaluated = {}, []
     for name, path in {"ours": {}, "reference": {"PYTHONPATH": folder("reference")}}.items():
         file = tmp_path / f"{name}.pt"
         found = run_with_torchrun("trainer_parameters", file, world_size=world_size, directory=tmp_path, **path)
         assert found["processes"] == world_size
         ended[found["version"]] = torch.load(file, weights_only=True)
+        evaluated.append(found["evaluated"])
     assert list(ended) == [importlib.metadata.version("accelerate"), "1.15.0"]
     ours, theirs = ended.values()
     assert ours.keys() == theirs.keys()
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= tolerance
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6), "also where the last batch is not full"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -71,6 +73,14 @@ def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size:
     assert max(lora["off_by"].values()) < 1e-6
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_models_train_by_their_own_plans_of_tensor_parallelism(world_size: int, tmp_path: Path) -> None:
+    architectures = ["Qwen3", "Gemma3", "Qwen3Moe", "DeepseekV3"] if world_size == 2 else ["Qwen3", "Gemma3"]
+    found = run_scenario("tensor_parallel", *architectures, world_size=world_size, directory=tmp_path)
+    for architecture in architectures:
+        assert max(found[architecture].values()) < 1e-5, found
+
+
 def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
     found = run_scenario("estimates", world_size=1, directory=tmp_path)
     data = found["of_the_folder"]
@@ -83,3 +93,13 @@ def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
     assert single["left_out"] is None
     assert single["training"]["activations"] == pytest.approx(found["kept"], rel=0.1)
     assert 0 < half["training"]["activations"] < single["training"]["activations"]
+
+
+def test_a_llama_trains_on_parts_of_sequences_by_the_documented_recipe(tmp_path: Path) -> None:
+    found = run_scenario("context_parallel", world_size=2, directory=tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert max(found["off_by"].values()) < 1e-5, found["off_by"]
+    assert found["norm"] > 0.1
+    assert found["refused"].keys() == {"eager", "gpt_oss"}
+    for said in found["refused"].values():
+        assert "attn_implementation='eager'" in said
+        assert 'attn_implementation="sdpa"' in said

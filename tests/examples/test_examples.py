@@ -58,21 +58,21 @@ def number_after(words: str, printed: str) -> float:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-@on_one_and_two
-def test_minimal_loop(world_size: int, tmp_path: Path) -> None:
-    printed = run_script(EXAMPLES / "minimal_loop.py", world_size=world_size, directory=tmp_path)
-    accuracies = numbers_after("accuracy", printed)
-    assert len(accuracies) == world_size
-    assert len(set(accuracies)) == 1
-    assert accuracies[0] >= 0.96
-    assert printed.count("on 359 digits") == world_size
+def test_minimal_loop(tmp_path: Path) -> None:
+    script = EXAMPLES / "minimal_loop.py"
+    printed = [run_script(script, world_size=world_size, directory=tmp_path) for world_size in (1, 2)]
+    alone, together = (numbers_after("accuracy", text) for text in printed)
+    assert len(alone) == len(together) == 1, "printed once"
+    assert alone[0] >= 0.96
+    assert together[0] == pytest.approx(alone[0], abs=1 / 359 + 1e-4), "sums in another order may move one digit"
+    assert all(text.count("on 359 digits") == 1 for text in printed)
 
 
 def test_minimal_loop_adds_five_lines() -> None:
     text = (EXAMPLES / "minimal_loop.py").read_text()
     assert re.findall(r"# (\d)", text) == ["1", "2", "3", "4", "5"]
     unmarked = [line for line in text.partition('"""\n\n')[2].splitlines() if not re.search(r"# \d", line)]
-    assert not [line for line in unmarked if "accelerat" in line]
+    assert not [line for line in unmarked if "accelerat" in line and not line.startswith("accelerator.print(")]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_resume(world_size: int, end: str, tmp_path: Path) -> None:
     assert process.stdout.readline() == "no checkpoint yet\n"
     assert process.stdout.readline() == "epoch 1, step 20: saved\n"
     os.killpg(process.pid, signal.Signals[end])
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=300)
     assert "end: " not in printed
     saves_first = end == "SIGTERM"
     assert process.returncode == (75 if saves_first else -signal.SIGKILL)

@@ -125,7 +125,7 @@ def test_what_cannot_be_placed_is_told_with_numbers() -> None:
         infer_auto_device_map(Small(), {0: 0, "cpu": 0, "disk": 100})
     with pytest.warns(UserWarning, match=r"largest layer takes 140 B.*\(cpu: 50 B\).*at least 140 B"):
         assert infer_auto_device_map(Small(), {"cpu": 50}) == {"": "disk"}
-    with pytest.raises(ValueError, match=r"no device to 7 of the model's 9 tensors: batchnorm\.weight"):
+    with pytest.raises(ValueError, match=r"any device for 7 of the model's 9 tensors: batchnorm\.weight"):
         check_device_map(Small(), {"linear1": 0})
     with pytest.warns(UserWarning, match="does not have: nothing_like_it"):
         check_device_map(Small(), {"": 0, "nothing_like_it": 1})

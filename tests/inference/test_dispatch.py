@@ -196,7 +196,7 @@ def test_a_dispatched_model_can_be_dispatched_again(tmp_path: Path) -> None:
 
 
 def test_what_cannot_run_is_refused_with_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no device to 1 of the model's 11 tensors: head"):
+    with pytest.raises(ValueError, match="any device for 1 of the model's 11 tensors: head"):
         dispatch_model(tied_model(), {"layers": "cpu", "norm": "cpu", "embedding": "cpu"})
     with pytest.raises(ValueError, match="offload_dir"):
         dispatch_model(tied_model(), spread("cpu", "disk", "cpu", "cpu"))
@@ -329,6 +329,15 @@ def test_weights_go_into_the_memory_that_is_there(checkpoint: Path) -> None:
     load_checkpoint_in_model(model, checkpoint, strict=True)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert torch.equal(outputs(model), outputs(tied_model()))
+
+
+def test_what_the_model_does_not_have_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_checkpoint_in_model(tied_model(), checkpoint)
+    assert not caplog.records
+    load_checkpoint_in_model(Tied(layers=1), checkpoint)
+    [record] = caplog.records
+    assert f"the model checkpoint at {checkpoint} were not used when initializing Tied" in record.getMessage()
+    assert "layers.1.weight" in record.getMessage()
 
 
 def test_what_is_missing_is_told(checkpoint: Path, tmp_path: Path) -> None:

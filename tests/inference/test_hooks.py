@@ -90,6 +90,31 @@ def test_a_hook_without_gradients_and_a_copy_of_a_hooked_module() -> None:
     assert layer(torch.ones(1, 2)).any()
 
 
+class AddsOne(ModelHook):
+    """Call a module with one more."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args[0] + 1,), kwargs
+
+
+def test_a_traced_module_follows_its_graph_under_a_hook_and_after_it() -> None:
+    def times(factor: int) -> None:
+        [output] = [node for node in traced.graph.nodes if node.op == "output"]
+        with traced.graph.inserting_before(output):
+            output.args = (traced.graph.call_function(torch.mul, (output.args[0], factor)),)
+        traced.recompile()
+
+    traced = torch.fx.symbolic_trace(nn.Identity())
+    add_hook_to_module(traced, AddsOne())
+    assert traced(torch.ones(1)) == 2
+    times(10)
+    assert traced(torch.ones(1)) == 20
+    remove_hook_from_module(traced)
+    assert traced(torch.ones(1)) == 10
+    times(10)
+    assert traced(torch.ones(1)) == 100
+
+
 def test_offloaded_weights_come_for_forward_only() -> None:
     layers, x = model(), torch.randn(2, 3)
     expected = layers(x)

@@ -104,6 +104,32 @@ def test_what_a_function_leaves_in_the_environment_goes(monkeypatch: pytest.Monk
     assert os.environ["ACCELERATE_BEFORE"] == "kept"
 
 
+def test_what_test_methods_leave_in_the_environment_goes_also_those_of_subclasses() -> None:
+    derived = []
+
+    @purge_accelerate_environment
+    class Tests:
+        def __init_subclass__(cls, **kwargs: str) -> None:
+            derived.append((cls.__name__, kwargs))
+
+        def test_of_the_class(self) -> None:
+            os.environ["ACCELERATE_AFTER"] = "gone"
+
+    class More(Tests, mark="fast"):
+        def test_of_the_subclass(self) -> None:
+            os.environ["ACCELERATE_AFTER"] = "gone"
+
+    class EvenMore(More):
+        def test_of_its_subclass(self) -> None:
+            os.environ["ACCELERATE_AFTER"] = "gone"
+
+    tests = EvenMore()
+    for test in (tests.test_of_the_class, tests.test_of_the_subclass, tests.test_of_its_subclass):
+        test()
+        assert "ACCELERATE_AFTER" not in os.environ, test.__name__
+    assert derived == [("More", {"mark": "fast"}), ("EvenMore", {})]
+
+
 def test_ports() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

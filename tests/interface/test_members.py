@@ -30,8 +30,7 @@ from .facts import rows
 # (class, member) -> why it is not here.
 LEFT_OUT = {
     ("Accelerator", "deepspeed_ulysses_dl_adapter"): "DeepSpeed's sequence parallelism is not here",
-    ("ParallelismConfig", "_get_mesh"): "axolotl overwrites it for an axis of experts, which meshes here do not have",
-    ("ParallelismConfig", "_validate_accelerator"): "the same",
+    ("ParallelismConfig", "_validate_accelerator"): "axolotl overwrites it for an axis of experts; prepare() has none",
     ("PartialState", "_prepare_backend"): "unsloth overwrites it; devices and backends are chosen in runtime/device.py",
 }
 MEMBERS = [row for row in rows("members_how.tsv") if row[0] != "MegatronLMPlugin"]  # an engine that is not here
@@ -68,6 +67,12 @@ def objects(folder: str) -> dict[str, list[Any]]:
         "TorchDynamoPlugin": [TorchDynamoPlugin()],
         "model-attribute": [prepared, prepared[1]],  # type: ignore[index]
     }
+
+
+@pytest.fixture(autouse=True)
+def state() -> None:
+    """Make a state again: it is reset after every test, and an Accelerator has no facts without one."""
+    PartialState(cpu=True)
 
 
 @pytest.fixture(scope="module")

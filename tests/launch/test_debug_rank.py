@@ -31,7 +31,7 @@ def test_breakpoints_and_an_exception_of_one_rank_at_the_terminal(tmp_path: Path
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--debug_rank=1", "train.py"]
     environment = os.environ | {"ACCELERATE_HANG_SECONDS": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     terminal = pexpect.spawn(
-        sys.executable, command, cwd=str(tmp_path), env=environment, encoding="utf-8", timeout=60, dimensions=(40, 200)
+        sys.executable, command, cwd=str(tmp_path), env=environment, encoding="utf-8", timeout=300, dimensions=(40, 200)
     )
     prompt = r"\(Pdb\) "
     terminal.expect(prompt)

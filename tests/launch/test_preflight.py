@@ -15,6 +15,7 @@ from accelerate.launch import network, preflight
 from accelerate.launch.preflight import Report, call_the_roll, check_port, reach
 from tests.clusters.machines import until
 from tests.ranks.pool import free_port
+from tests.timing import limit
 
 Call = Callable[..., "Future[None]"]
 Hear = Callable[[str], str]
@@ -168,9 +169,9 @@ def test_a_run_that_has_begun_lets_nobody_in(
         while not second.done():
             with suppress(TimeoutError):
                 server.accept()[0].close()
-    hear("does not let machine 1 (host1) in: the run there has begun without it")
+    hear("does not accept machine 1 (host1): the run there has begun without it")
     with pytest.raises(
-        LaunchError, match=rf"The program at 127.0.0.1:{port} never let this machine \(1 \(host1\)\) in"
+        LaunchError, match=rf"The program at 127.0.0.1:{port} never accepted this machine \(1 \(host1\)\)"
     ):
         second.result()
 
@@ -193,7 +194,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         LaunchError, match=rf"This machine \({socket.gethostname()}\) cannot reach 10.0.0.9:29500, .*: no an"
     ):
         reach("10.0.0.9", 29500)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < limit(1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

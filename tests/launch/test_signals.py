@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.launching import COMMAND, start_accelerate
+from tests.warm import COLD
 
 MOMENTS = int(os.environ.get("ACCELERATE_TEST_MOMENTS", "4"))
 
@@ -67,7 +68,8 @@ class Run:
         self.directory = directory
         self.mark = uuid.uuid4().hex
         words = ("launch", "--cpu", "--num_processes", 2, *options, "train.py")
-        self.launcher = start_accelerate(*words, directory=directory, ACCELERATE_TEST_MARK=self.mark, **variables)
+        variables |= {"ACCELERATE_TEST_MARK": self.mark, COLD: "1"}  # the kernel shows the environment of a real start
+        self.launcher = start_accelerate(*words, directory=directory, **variables)
 
     def wait_for(self, *names: str) -> None:
         for name in names:
@@ -113,7 +115,7 @@ def test_one_signal_gives_the_processes_time_to_save(number: signal.Signals, tmp
     run = Run(tmp_path, SAVING)
     run.wait_for("running_0", "running_1")
     os.killpg(run.launcher.pid, number)
-    code, complaints = run.end(20)
+    code, complaints = run.end(60)
     assert code == 0, "the processes ended well"
     assert f"{number.name}: the processes have 30 s to save and end" in complaints
     assert sorted(path.name for path in tmp_path.glob("saved_*")) == [f"saved_{rank}_{number:d}" for rank in range(2)]
@@ -162,7 +164,7 @@ def test_ctrl_c_at_any_moment_leaves_nobody(moment: int, tmp_path: Path) -> None
     run = Run(tmp_path, TRAINING, COVERAGE_PROCESS_CONFIG="")  # whose start swallows any exception
     time.sleep(delay)
     run.ctrl_c()
-    _, complaints = run.end(10)
+    _, complaints = run.end(60)
     if delay > 0.5:  # earlier than that, Python itself is still starting
         assert str(COMMAND) not in complaints, "the launcher itself shows no traceback"
     run.expect_nobody(10)

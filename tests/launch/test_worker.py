@@ -44,7 +44,7 @@ def run(*words: object, directory: Path, **variables: str) -> subprocess.Complet
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from accelerate import Accelerator
@@ -11,6 +12,10 @@ from accelerate.utils import DeepSpeedPlugin
 
 from .small_transformer import loader, loss_of, model
 
+needs_fp16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    reason="DeepSpeed refuses fp16 on a CPU without instructions for it",
+)
 GLOBAL_BATCH = 8
 # Buckets as small as the model: by default they are made for models of billions.
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "stage3_prefetch_bucket_size": 10_000,
@@ -48,7 +53,7 @@ def run(
         net, optimizer, loader(GLOBAL_BATCH // accelerator.num_processes), scheduler
     )
     if load_from is not None:
-        accelerator.load_state(load_from)
+        accelerator.resume(load_from)
     losses, norms = [], []
     for number, (inputs, targets) in zip(range(steps), batches, strict=False):
         with accelerator.accumulate(net):

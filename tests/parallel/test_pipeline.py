@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -16,10 +18,22 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.parallelism import PipelineConfig
 from accelerate.inference import prepare_pippy
+from accelerate.parallel.dtensors import whole
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.ranks import ranks, run_on_ranks
 
+from .pipelined_models import (
+    WORDS,
+    CountingNet,
+    FrontWithMask,
+    FrontWithNumber,
+    MaskNet,
+    Net,
+    NoisyNet,
+    OptionalMaskNet,
+    RandomNet,
+)
 from .small_transformer import LENGTH, TP_PLAN, VOCABULARY, loader, loss_of, model
 from .test_cutting import HeadFirst, Layered
 
@@ -68,7 +82,7 @@ def train(
     shares = accelerator.strategy.num_data_ranks
     net, optimizer, batches = accelerator.prepare(net, optimizer, loader(GLOBAL_BATCH // shares))
     if load_from is not None:
-        accelerator.load_state(load_from)
+        accelerator.resume(load_from)
     losses = []
     for _, (inputs, targets) in zip(range(steps), batches, strict=False):
         with accelerator.accumulate(net):
@@ -380,3 +394,219 @@ def test_prepare_pippy_spreads_a_model_for_inference(world_size: int) -> None:
         torch.testing.assert_close(outputs, expected, atol=1e-6, rtol=1e-5)
     else:
         assert outputs is None
+
+
+# --- values that go from stage to stage -------------------------------------------------------------------------
+
+
+def clip_and_compare(accelerator: Accelerator, net: nn.Module, alone: nn.Module) -> None:
+    """Clip the gradients of both; they and their norms are the same."""
+    gradients = {name: param.grad for name, param in alone.named_parameters()}
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(whole(param.grad), gradients[name], atol=1e-5, rtol=0)
+    norm = accelerator.clip_grad_norm_(net.parameters(), 1.0).item()
+    assert norm == pytest.approx(nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item(), abs=1e-5)
+
+
+def compared_with_one_process(
+    make: Callable[[], nn.Module], schedule: str, accumulation: int = 1, batches: int = 3
+) -> nn.Module:
+    """Train beside one process, and compare losses, gradients, their norm, and parameters; return the model."""
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, parallelism_config=pipeline(schedule, microbatches=4)
+    )
+    alone, net = make(), make()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, net)]
+    net, optimizers[1] = accelerator.prepare(net, optimizers[1])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(batches):
+        for _ in range(accumulation):
+            tokens, targets = (torch.randint(0, WORDS, (8, 6), generator=generator) for _ in range(2))
+            # One process passes the same micro-batches, one after the other.
+            parts = zip(tokens.chunk(4), targets.chunk(4), strict=True)
+            losses = [loss_of(alone(x), y) / 4 for x, y in parts]
+            for loss in losses:
+                (loss / accumulation).backward()
+            with accelerator.accumulate(net):
+                own = accelerator.forward_backward(net, tokens, target=targets, loss_fn=loss_of)
+                assert own.item() == pytest.approx(sum(loss.item() for loss in losses), abs=1e-5)
+                if accelerator.sync_gradients:
+                    clip_and_compare(accelerator, net, alone)
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    expected = dict(alone.named_parameters())
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(param, expected[name], atol=1e-5, rtol=0)
+    alone.eval(), net.eval()
+    with torch.no_grad():
+        outputs = torch.cat([alone(part) for part in tokens.chunk(4)])
+        torch.testing.assert_close(net(tokens), outputs, atol=1e-5, rtol=0)
+    return net
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("front", [FrontWithMask, FrontWithNumber])
+def test_what_an_embedding_computes_from_the_inputs_is_that_of_each_micro_batch(
+    schedule: str, front: type[nn.Embedding]
+) -> None:
+    run_on_ranks(2, compare_masked, schedule=schedule, front=front)
+
+
+def compare_masked(schedule: str, front: type[nn.Embedding]) -> None:
+    compared_with_one_process(lambda: MaskNet(front), schedule, accumulation=2 if schedule == "1f1b" else 1)
+
+
+@ranks(2)
+def test_a_mask_may_be_missing_in_some_micro_batches() -> None:
+    class SmallTokens(OptionalMaskNet):
+        def forward(self, tokens: Any) -> Any:
+            return super().forward(tokens % 11)  # 10 is not in every micro-batch
+
+    for schedule in ("1f1b", "interleaved"):
+        compared_with_one_process(SmallTokens, schedule, batches=2)
+
+
+@ranks(2)
+def test_a_random_mask_is_handed_on_and_one_that_goes_around_a_cut_is_refused() -> None:
+    tokens = torch.arange(48).reshape(8, 6) % WORDS
+    accelerator = Accelerator(cpu=True, parallelism_config=pipeline())
+    torch.manual_seed(accelerator.process_index)  # processes draw different numbers
+    net = accelerator.prepare(RandomNet())
+    with torch.no_grad():
+        hidden = net(tokens)
+    assert set(hidden.unique().tolist()) <= {0.0, 4.0}  # every block saw the same mask
+    assert len(hidden.unique()) == 2
+    net = accelerator.prepare(NoisyNet())
+    with pytest.raises(ValueError, match=r"made in stage 0 and used in stage 1 \(by mul\), around the cut"):
+        accelerator.forward_backward(net, tokens, target=tokens, loss_fn=loss_of)
+
+
+# --- what a model keeps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["assigned", "in place"])
+def test_a_buffer_that_the_forward_pass_changes_is_kept_and_saved(kind: str, tmp_path: Path) -> None:
+    run_on_ranks(2, count_samples, kind=kind, folder=str(tmp_path))
+
+
+def count_samples(kind: str, folder: str) -> None:
+    net = compared_with_one_process(lambda: CountingNet(kind), "1f1b")
+    assert net.seen.item() == 4 * 8  # three batches, and one in evaluation
+    assert net.calls == 4 * 4
+    accelerator = Accelerator(cpu=True, parallelism_config=pipeline())
+    fresh = accelerator.prepare(CountingNet(kind))
+    fresh.load_state_dict(net.state_dict())
+    tokens = torch.zeros(8, 6, dtype=torch.long)
+    accelerator.forward_backward(fresh, tokens, target=tokens, loss_fn=loss_of)
+    accelerator.save_state(folder)
+    state = accelerator.get_state_dict(fresh)
+    if accelerator.is_main_process:
+        assert state["seen"].item() == 5 * 8
+    fresh.seen = torch.zeros(())
+    accelerator.load_state(folder)
+    assert fresh.seen.item() == 5 * 8
+
+
+@ranks(2)
+def test_a_buffer_that_only_some_stages_could_change_is_refused_by_name() -> None:
+    tokens = torch.zeros(8, 6, dtype=torch.long)
+    accelerator = Accelerator(cpu=True, parallelism_config=pipeline())
+    for kind, stage in (("of activations", 0), ("at the end", 1)):
+        net = accelerator.prepare(CountingNet(kind))
+        with pytest.raises(ValueError, match=f"changes seen in stage {stage}.*module with parameters"):
+            accelerator.forward_backward(net, tokens, target=tokens, loss_fn=loss_of)
+    accelerator = Accelerator(cpu=True, parallelism_config=pipeline("interleaved"))
+    net = accelerator.prepare(CountingNet())
+    with pytest.raises(ValueError, match=r"changes .*seen.* 2 stages would change it as many times.*1f1b"):
+        accelerator.forward_backward(net, tokens, target=tokens, loss_fn=loss_of)
+
+
+# --- losses over padded labels ----------------------------------------------------------------------------------
+
+
+def padded(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels of eight sequences, of which the later ones are shorter."""
+    tokens, labels = (torch.randint(0, WORDS, (8, 6), generator=generator) for _ in range(2))
+    for row in range(8):
+        labels[row, 6 - row // 2 :] = -100
+    return tokens, labels
+
+
+def summed_loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("way", ["gpipe", "1f1b", "interleaved", "1f1b of copies", "1f1b of shards"])
+def test_with_num_items_every_label_has_the_same_weight(way: str) -> None:
+    run_on_ranks(WAYS[way][0], compare_per_item, way=way, accumulation=1)
+    run_on_ranks(WAYS[way][0], compare_per_item, way=way, accumulation=2)
+
+
+def compare_per_item(way: str, accumulation: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **WAYS[way][1]())
+    alone, net = Net(), Net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, net)]
+    net, optimizers[1] = accelerator.prepare(net, optimizers[1])
+    generator = torch.Generator().manual_seed(1)
+    shares, rank = accelerator.strategy.num_data_ranks, accelerator.strategy.data_rank
+    for _ in range(3):
+        batches = [[padded(generator) for _ in range(shares)] for _ in range(accumulation)]
+        everything = [batch for batches_of_all in batches for batch in batches_of_all]
+        items = sum((labels != -100).sum() for _, labels in everything)
+        (sum(summed_loss_of(alone(tokens), labels) for tokens, labels in everything) / items).backward()
+        for batches_of_all in batches:
+            tokens, labels = batches_of_all[rank]
+            count = (labels != -100).sum()
+            with torch.no_grad():
+                expected = summed_loss_of(alone(tokens), labels) / count
+            with accelerator.accumulate(net):
+                loss = accelerator.forward_backward(net, tokens, target=labels, loss_fn=summed_loss_of, num_items=count)
+                assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+                if accelerator.sync_gradients:
+                    clip_and_compare(accelerator, net, alone)
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    parameters = dict(alone.named_parameters())
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(whole(param), parameters[name], atol=1e-5, rtol=0)
+
+
+def masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    counted = labels != -100
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.sum() / counted.sum()
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def selected(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    counted = labels != -100
+    return nn.functional.cross_entropy(logits[counted], labels[counted], reduction="none").mean()
+
+
+@ranks(2)
+def test_a_mean_over_different_numbers_of_labels_is_warned_of_at_the_scripts_line() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=pipeline())
+    tokens, labels = padded(torch.Generator().manual_seed(1))
+    for loss_fn in (loss_of, masked_mean, smoothed, selected, summed_loss_of):
+        net = accelerator.prepare(Net())
+        said = []
+        for targets in (labels.clamp(min=0), labels, labels):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                accelerator.forward_backward(net, tokens, target=targets, loss_fn=loss_fn)
+            said.append([str(w.message) for w in caught if w.filename == __file__])
+        told = (
+            "sum, and a pipeline takes the mean" if loss_fn is summed_loss_of else "over 6 items .* over 12 in another"
+        )
+        expected = [[1, 0, 0], [0, 1, 0]][loss_fn is not summed_loss_of] if accelerator.process_index else [0, 0, 0]
+        assert [len(messages) for messages in said] == expected, (loss_fn, said)
+        for message in (message for messages in said for message in messages):
+            assert re.search(told, message)
+            assert "num_items=" in message

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate.parallel.wrapping import ignored_parameters, units_of
+from accelerate.parallel.wrapping import ignored_modules, units_of
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from .small_transformer import Block, model
@@ -76,8 +76,8 @@ def test_modules_that_share_a_weight_stay_with_the_model() -> None:
 
 def test_modules_are_ignored_by_name_or_as_objects() -> None:
     net = model()
-    by_name = ignored_parameters(net, FullyShardedDataParallelPlugin(ignored_modules=r"blocks\.0\.up"))
-    as_objects = ignored_parameters(net, FullyShardedDataParallelPlugin(ignored_modules=[net.blocks[0].up]))
-    assert by_name == as_objects == set(net.blocks[0].up.parameters())
+    by_name = ignored_modules(net, FullyShardedDataParallelPlugin(ignored_modules=r"blocks\.0\.up"))
+    as_objects = ignored_modules(net, FullyShardedDataParallelPlugin(ignored_modules=[net.blocks[0].up]))
+    assert by_name == as_objects == [net.blocks[0].up]
     with pytest.raises(ValueError, match="matches the name of no module"):
-        ignored_parameters(net, FullyShardedDataParallelPlugin(ignored_modules="nothing"))
+        ignored_modules(net, FullyShardedDataParallelPlugin(ignored_modules="nothing"))

@@ -70,7 +70,7 @@ def run(
         net, optimizer, loader(GLOBAL_BATCH // accelerator.strategy.num_data_ranks)
     )
     if load_from is not None:
-        accelerator.load_state(load_from)
+        accelerator.resume(load_from)
     losses = []
     for _, (inputs, targets) in zip(range(steps), batches, strict=False):
         positions = torch.arange(inputs.shape[1]).expand(inputs.shape[0], -1).contiguous()

@@ -25,13 +25,13 @@ __all__ = ["RankFailure", "WorkerPool", "close_pools", "new_pool", "ranks", "run
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], /, *, time_limit: float = 60.0, **kwargs: Any
+    world_size: int, function: Callable[..., Any], /, *, time_limit: float = 200.0, **kwargs: Any
 ) -> list[Any]:
     """Run a module-level function on every rank of a world and return what each rank returned."""
     return shared_pool().run(world_size, function, kwargs, time_limit=time_limit)
 
 
-def ranks(*world_sizes: int, time_limit: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(*world_sizes: int, time_limit: float = 200.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run a test's body on every rank of each given world size.
 
     The body may ask for fixtures (their values must pickle) and for `world_size`.

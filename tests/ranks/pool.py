@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 from .worker import Job, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +44,7 @@ class Worker:
         log = logs / f"worker-{number}.log"
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         with log.open("ab") as output:
-            process = subprocess.Popen(
+            process = warm.Popen(
                 [sys.executable, "-m", "tests.ranks.worker", str(theirs.fileno())],
                 cwd=REPOSITORY,
                 env=environment,
@@ -75,7 +77,7 @@ class WorkerPool:
     logs: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
 
     def run(
-        self, world_size: int, function: Callable[..., Any], kwargs: dict[str, Any], *, time_limit: float = 60.0
+        self, world_size: int, function: Callable[..., Any], kwargs: dict[str, Any], *, time_limit: float = 200.0
     ) -> list[Any]:
         """Run a function on `world_size` ranks; return their results or raise `RankFailure`."""
         while len(self.workers) < world_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -47,6 +48,7 @@ def run(job: Job) -> Outcome:
         return Outcome(error=traceback.format_exc())
     finally:
         forget_everything()
+        gc.collect()  # groups that cycles of a sharded model hold keep threads and connections
         os.environ.clear()
         os.environ.update(before)
 

@@ -13,6 +13,7 @@ from accelerate.report.finding import read_runs
 from accelerate.report.page import build_page
 from tests.report.browser import PROGRAM, Browser
 from tests.report.writing import START, end, start, values, write_run
+from tests.timing import limit
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
 
@@ -132,9 +133,8 @@ def test_the_pointer_shows_the_values_of_all_runs_in_all_charts(page: Browser) -
     page.settle()
     assert texts(page, "#tooltip strong") == ["step 25"]
     assert texts(page, "#tooltip .tip-name") == ["first", "second"]
-    assert texts(page, ".card:first-child .readout > span")[:2] == ["1", "2"]
-    eval_values = texts(page, ".card .readout")[2]
-    assert eval_values.startswith("2.75"), "another chart, at the same step"
+    assert texts(page, ".card:first-child .readout .now")[:2] == ["1", "2"]
+    assert texts(page, ".card .readout .now")[4].startswith("2.75"), "another chart, at the same step"
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_goes_back(page: Browser) -> None:
@@ -157,6 +157,21 @@ def test_a_click_enlarges_and_closing_goes_back(page: Browser) -> None:
     page.settle()
     press(page, "dialog .head button:last-child")
     assert not page.run("document.getElementById('large').open")
+
+
+def test_the_legend_of_every_chart_names_the_runs_that_are_shown(page: Browser) -> None:
+    def named() -> list[list[str]]:
+        found: list[list[str]] = page.run(
+            "[...document.querySelectorAll('.card')].map(card => [...card.querySelectorAll('.readout .run')]"
+            ".filter(name => name.offsetWidth && name.scrollWidth <= name.offsetWidth).map(name => name.textContent))"
+        )
+        return found
+
+    plot(page, 0)
+    assert named() == [["first", "second"]] * 5
+    press(page, ".chip:nth-child(2)")
+    assert named()[0] == ["first"]
+    press(page, ".chip:nth-child(2)")
 
 
 def test_runs_are_switched_off_and_on(page: Browser) -> None:
@@ -237,7 +252,7 @@ def test_a_page_of_a_hundred_and_fifty_long_curves_scrolls(browser: Browser, tmp
         write_run(tmp_path / f"run{number}", start(), *records)
     began = time.monotonic()
     browser.open(write_page(tmp_path))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < limit(10)
     frames = browser.run(
         "new Promise(done => { const times = []; let last = performance.now(), y = 0;"
         "const step = now => { times.push(now - last); last = now; scrollTo(0, y += 60);"
@@ -246,4 +261,4 @@ def test_a_page_of_a_hundred_and_fifty_long_curves_scrolls(browser: Browser, tmp
     )
     # 17 ms on an idle machine without a graphics card. The bound is far above it, and far below what
     # drawing all charts in every frame would take.
-    assert frames[len(frames) // 2] < 100
+    assert frames[len(frames) // 2] < limit(100)

@@ -11,10 +11,12 @@ import pytest
 
 from accelerate.report.finding import Runs, read_runs
 from accelerate.report.frame import Frame, present_speed, total_steps
+from accelerate.report.ranks import Ranks
 from accelerate.report.reading import Run
 from accelerate.report.terminal import columns
 from tests.launching import COMMAND, environment
 from tests.report.writing import START, append, end, start, values, write_loss, write_run
+from tests.timing import limit
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -26,7 +28,7 @@ def live(folder: Path, *words: str, size: tuple[int, int] = (40, 110), **variabl
         env=environment(folder, TERM="xterm", **variables),
         encoding="utf-8",
         dimensions=size,
-        timeout=20,
+        timeout=limit(20),
     )
 
 
@@ -54,6 +56,13 @@ def test_appended_values_appear_and_the_end_is_the_end(tmp_path: Path) -> None:
     view.expect(pexpect.EOF)
     view.close()
     assert view.exitstatus == 0
+
+
+def test_what_trackers_lost_stands_behind_the_facts_of_a_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", start(), values(1, loss=1), {"time": 1.0, "lost": {"wandb": 3}}, end())
+    assert "· wandb lost 3 records" in frame(tmp_path).text(coloured=False)
+    [run] = read_runs([folder])
+    assert "· wandb lost 3 records" in Ranks(run, 120, 30).text(coloured=False)
 
 
 def test_a_run_that_appears_later_is_shown(tmp_path: Path) -> None:

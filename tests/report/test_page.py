@@ -79,6 +79,12 @@ def test_a_page_holds_what_was_logged(tmp_path: Path) -> None:
     assert (curve["total"], curve["last"], curve["min"], curve["max"]) == (3, 0.25, 0.25, 1.0)
 
 
+def test_a_page_tells_what_trackers_lost(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", start(), values(1, loss=1), {"time": START, "lost": {"wandb": 3}}, end())
+    assert data_of(page_of(folder))["runs"][0]["lost"] == ["wandb lost 3 records"]
+    assert data_of(page_of(write_loss(tmp_path / "b")))["runs"][0]["lost"] == []
+
+
 def test_a_page_asks_for_nothing_from_anywhere(tmp_path: Path) -> None:
     page = page_of(write_loss(tmp_path / "a"))
     elements = Elements(page)

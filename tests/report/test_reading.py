@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from accelerate.report.reading import Run
+from accelerate.report.reading import Run, say_lost
 from tests.report.writing import START, append, end, start, values, write_run
 
 
@@ -110,11 +111,41 @@ def test_a_resumed_run_supersedes_the_steps_it_does_again(tmp_path: Path) -> Non
     assert run.seconds == 9 + 8, "the pause between the two is not counted"
 
 
+def test_a_run_resumed_from_a_marked_checkpoint_goes_back_to_that_line(tmp_path: Path) -> None:
+    def mark(name: str) -> dict[str, Any]:
+        return {"checkpoint": {"time": START + 9, "id": name}}
+
+    first = (start(), values(1, loss=1), mark("a"), values(2, loss=2), mark("b"), values(2, eval=2, note="lost"),
+             values(3, loss=3), mark("c"), values(4, loss=4))  # fmt: skip
+    second = (start(time=START + 20, resumed="b"), values(2, eval=20), values(3, loss=30), mark("d"), end())
+    run = read(write_run(tmp_path, *first, *second))
+    assert (steps_of(run, "loss"), values_of(run, "loss")) == ([1, 2, 3], [1, 2, 30])
+    assert values_of(run, "eval") == [20], "logged after the checkpoint, at the step of the checkpoint"
+    assert run.texts == []
+    assert run.progress.points().step.tolist() == [1, 2, 3]
+    append(tmp_path, start(time=START + 30, resumed="a"), values(2, loss=200), end())
+    run.update()
+    assert (steps_of(run, "loss"), values_of(run, "loss")) == ([1, 2], [1, 200])
+    append(tmp_path, start(time=START + 40, resumed="c"), values(3, loss=300))  # of a past that was left
+    run.update()
+    assert values_of(run, "loss") == [1, 200, 300]
+
+
 def test_what_was_logged_before_the_first_step_of_a_resume_stays(tmp_path: Path) -> None:
     early = {"time": START + 501, "step": 9, "system": {"memory/host": 5}}
     run = read(write_run(tmp_path, start(), values(9, loss=1), start(time=START + 500), early, values(4, loss=2)))
     assert run.system["memory/host"].points().value.tolist() == [5]
     assert steps_of(run, "loss") == [4]
+
+
+def test_what_trackers_lost_is_added_up_over_the_starts(tmp_path: Path) -> None:
+    def lost(**counts: int) -> dict[str, Any]:
+        return {"time": START, "lost": counts}
+
+    first = (start(), lost(wandb=2), values(1, loss=1), lost(wandb=1200, jsonl=1))
+    run = read(write_run(tmp_path, *first, start(time=START + 5), lost(wandb=34), end()))
+    assert run.lost == {"wandb": 1234, "jsonl": 1}
+    assert say_lost(run) == ["wandb lost 1,234 records", "jsonl lost 1 record"]
 
 
 def test_an_update_reads_only_what_was_appended(tmp_path: Path) -> None:

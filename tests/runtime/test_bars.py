@@ -49,7 +49,7 @@ def test_nested_bars_in_a_terminal_show_their_postfix(tmp_path: Path, with_rich:
         pytest.importorskip("rich")
     hidden = "" if with_rich else "import sys; sys.modules['rich'] = None\n"
     (tmp_path / "script.py").write_text(hidden + NESTED)
-    terminal = pexpect.spawn(sys.executable, [str(tmp_path / "script.py")], dimensions=(24, 100), timeout=60)
+    terminal = pexpect.spawn(sys.executable, [str(tmp_path / "script.py")], dimensions=(24, 100), timeout=300)
     terminal.expect("loss=0.25")
     terminal.expect("finished")
     shown = terminal.before.decode()

@@ -242,7 +242,8 @@ def test_batches_are_joined_tensor_by_tensor() -> None:
     assert joined["b"].x.tolist() == [1, 2]
     assert concatenate([torch.ones(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
     assert type(concatenate([defaultdict(list, a=tensor())] * 2)) is defaultdict
-    with pytest.raises(TypeError, match="takes tensors or containers of tensors, not str"):
+    assert concatenate(["text"]) == "text", "one is there already"
+    with pytest.raises(TypeError, match="Can only concatenate tensors but got <class 'str'>"):
         concatenate(["a", "b"])
 
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("torchvision") is None, reason="pip install --no-deps torchvision, and pillow"
     ),
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
 ]
 
 NUM_TRAIN, NUM_TEST, BATCH_SIZE, EPOCHS = 60, 40, 16, 5

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from accelerate.tracking import MLflowTracker
+from accelerate.tracking import ClearMLTracker, MLflowTracker
 from tests.launching import run_accelerate
+from tests.warm import COLD
 
 from .stores import PACKAGES, odd_script, offline, script
 from .stores.reading import READERS
 
-pytestmark = pytest.mark.timeout(300)  # two launches with all packages; CI machines are busy
+pytestmark = pytest.mark.timeout(600)  # two launches with all packages; CI machines are busy
 
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
 
@@ -50,8 +51,6 @@ ONE_LEVEL = {
     "deep.er.est": True,
 }
 EXPECTED_CONFIG: dict[str, dict[str, Any]] = {
-    "clearml": {name.replace(".", "/"): "" if value is None else str(value) for name, value in ONE_LEVEL.items()}
-    | {"model/path": "weights/best.pt"},
     "comet_ml": {name.replace(".", "|"): value for name, value in ONE_LEVEL.items()},
     "mlflow": {name: str(value) for name, value in ONE_LEVEL.items()},
 }
@@ -65,8 +64,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launched = run_accelerate(
         *("launch", "--cpu", "--num_processes", 2, script.__file__, *INSTALLED),
         directory=directory,
-        time_limit=280,
+        time_limit=560,
         **offline(directory),
+        **{COLD: "1"},  # clients fork, and look at how the interpreter was started and ends
     )
     assert launched.code == 0, launched.complaints[-4000:]
     return directory
@@ -116,7 +116,7 @@ def odd_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     launched = run_accelerate(
         *("launch", "--cpu", "--num_processes", 1, odd_script.__file__, *INSTALLED),
         directory=directory,
-        time_limit=280,
+        time_limit=560,
         PYTHONPATH=str(Path(__file__).parents[2]),
         **offline(directory),
     )
@@ -208,6 +208,47 @@ def test_a_task_of_clearml_that_was_open_before_is_used_and_stays_open(
     stored = READERS[name](odd_run[0])  # one task, or the reader fails
     assert stored.curves["after"] == [(1, 1)]  # logged by the script after end_training()
     assert stored.config["function"] == "max"
+
+
+class Recorder:
+    """Take any call and write it down."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def get_logger(self) -> Recorder:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, kwargs))
+
+
+def test_charts_of_clearml_are_named_as_published() -> None:
+    tracker = ClearMLTracker("shapes")
+    tracker.task = client = Recorder()
+    tracker.log({"loss": 1.0, "eval_loss": 2.0, "test_acc": 3.0, "train/loss": 4.0, "eval": 5.0}, step=7)
+    tracker.log({"eval_loss": 6.0})
+    assert client.calls == [
+        ("report_scalar", {"title": "loss", "series": "train", "value": 1.0, "iteration": 7}),
+        ("report_scalar", {"title": "loss", "series": "eval", "value": 2.0, "iteration": 7}),
+        ("report_scalar", {"title": "acc", "series": "test", "value": 3.0, "iteration": 7}),
+        ("report_scalar", {"title": "train/loss", "series": "train", "value": 4.0, "iteration": 7}),
+        ("report_scalar", {"title": "eval", "series": "train", "value": 5.0, "iteration": 7}),
+        ("report_single_value", {"name": "eval_loss", "value": 6.0}),
+    ]
+
+
+def test_variables_of_mlflow_go_before_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"run_id": "mine", "tags": {"team": "red"}, "nested_run": False}
+    tracker = MLflowTracker("shapes", **given)  # type: ignore[arg-type]
+    assert (tracker.run_id, tracker.options["tags"], tracker.options["nested"]) == ("mine", {"team": "red"}, False)
+    monkeypatch.setenv("MLFLOW_RUN_ID", "theirs")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "blue"}')
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    tracker = MLflowTracker("shapes", **given)  # type: ignore[arg-type]
+    assert (tracker.run_id, tracker.options["tags"], tracker.options["nested"]) == ("theirs", {"team": "blue"}, True)
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "0")
+    assert MLflowTracker("shapes", nested_run=True).options["nested"] is False
 
 
 # --- a tracker that a client brings itself ----------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_tracker_that_lacks_something_is_told_all_of_it_at_construction() -> N
     class Half(GeneralTracker):
         name = "half"
 
-    with pytest.raises(NotImplementedError, match="Half is not a whole tracker") as raised:
+    with pytest.raises(NotImplementedError, match="Half is missing the following required attributes") as raised:
         Half()
     assert "requires_logging_directory = False" in str(raised.value)
     assert "a property `tracker`" in str(raised.value)

@@ -41,7 +41,7 @@ def test_a_name_several_names_and_objects_can_be_mixed() -> None:
 
 
 def test_a_misspelled_name_is_an_error_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"'wanbd' is no tracker. Did you mean 'wandb'\?"):
+    with pytest.raises(ValueError, match=r"capability: wanbd. Did you mean 'wandb'\?"):
         Accelerator(log_with="wanbd")
 
 
@@ -74,12 +74,13 @@ def test_all_takes_what_is_there_and_says_which(caplog: pytest.LogCaptureFixture
     mine = Mine()
     chosen = filter_trackers(["all", mine], logging_dir=None)
     assert mine in chosen
-    assert "jsonl" in chosen
+    assert "jsonl" not in chosen, "only where it is named"
     assert not {"wandb", "aim", "mlflow", "tensorboard"} & {item for item in chosen if isinstance(item, str)}
     [said] = [record.getMessage() for record in caplog.records]
     assert "logs to: " in said
     assert "wandb (not installed)" in said
     assert LoggerType.WANDB not in get_available_trackers()
+    assert filter_trackers(["all", "jsonl"]).count("jsonl") == 1
 
 
 def test_a_tracker_that_needs_a_folder_says_how_to_give_one() -> None:

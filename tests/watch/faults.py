@@ -30,7 +30,9 @@ from accelerate.errors import StuckError
 WORLD_SIZE = 4
 WORLDS_AT_ONCE = 3
 THRESHOLD = float(os.environ.get("ACCELERATE_HANG_SECONDS", "3"))
-SECONDS_PER_WORLD = 100.0
+SECONDS_PER_WORLD = 300.0
+OUTPUT = Path()
+"""What this rank prints; beside it, with another suffix, what the other ranks of its world print."""
 
 
 class Training:
@@ -113,24 +115,27 @@ def handled_exception(training: Training) -> None:
 
 def stopped(training: Training) -> None:
     if training.rank == 1:
-        _stop_for(THRESHOLD + 4)
+        _stop_until(lambda: _printed("is stopped"))
     training.accelerator.wait_for_everyone()  # WAITS
 
 
 def late_and_gone(training: Training) -> None:
     """Rank 1 arrives while the others collect reports, and has left before they judge: nothing is wrong."""
     if training.rank == 1:
-        _stop_for(THRESHOLD + 1.2)
+        end = time.monotonic() + THRESHOLD + 1.2
+        _stop_until(lambda: time.monotonic() > end)
     training.accelerator.wait_for_everyone()
     if training.rank != 1:
         time.sleep(THRESHOLD + 2)
 
 
-def _stop_for(seconds: float) -> None:
-    child = os.fork()
-    if child == 0:
-        time.sleep(seconds)
-        os.kill(os.getppid(), signal.SIGCONT)
+def _stop_until(condition: Callable[[], bool]) -> None:
+    stopped = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == stopped and not condition():  # it may be killed meanwhile
+            time.sleep(0.1)
+        if os.getppid() == stopped:
+            os.kill(stopped, signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -152,6 +157,15 @@ def sys_exit(training: Training) -> None:
     if training.rank == 1:
         sys.exit(0)  # CULPRIT
     training.accelerator.wait_for_everyone()  # WAITS
+
+
+def last_call_on_one_rank(training: Training) -> None:
+    if training.accelerator.is_main_process:
+        _evaluate(training)
+
+
+def _evaluate(training: Training) -> None:
+    training.accelerator.gather(torch.ones(2))  # WAITS CULPRIT
 
 
 def first_rank_exits(training: Training) -> None:
@@ -185,7 +199,7 @@ def unused_parameters(training: Training) -> None:
 def debugged(training: Training) -> None:
     if training.rank == 1:
         reading, writing = os.pipe()
-        threading.Timer(3 * THRESHOLD, os.write, (writing, b"continue\n")).start()
+        threading.Thread(target=lambda: _wait_for("in a debugger") or os.write(writing, b"continue\n")).start()
         debugger = pdb.Pdb(stdin=os.fdopen(reading), stdout=sys.stdout, nosigint=True)
         debugger.use_rawinput = False
         debugger.set_trace()
@@ -195,7 +209,7 @@ def debugged(training: Training) -> None:
 def upload_in_a_thread(training: Training) -> None:
     """Rank 0 waits at a lock for a thread that waits for the network: it is busy, and nothing is wrong."""
     if training.accelerator.is_main_process:
-        upload = threading.Thread(target=time.sleep, args=(3 * THRESHOLD,))
+        upload = threading.Thread(target=_wait_for, args=("is busy",))
         upload.start()
         upload.join()  # CULPRIT
     training.accelerator.wait_for_everyone()  # WAITS
@@ -206,7 +220,7 @@ def download_in_native_code(training: Training) -> None:
     if training.accelerator.is_main_process:
         libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         libc.sem_init(semaphore, 0, 0)
-        threading.Timer(3 * THRESHOLD, libc.sem_post, (semaphore,)).start()
+        threading.Thread(target=lambda: _wait_for("is busy") or libc.sem_post(semaphore)).start()
         download = threading.Thread(target=libc.sem_wait, args=(semaphore,))
         download.start()
         download.join()  # CULPRIT
@@ -216,7 +230,8 @@ def download_in_native_code(training: Training) -> None:
 def late_for_a_turn(training: Training) -> None:
     """Rank 0 has had its turn, and is ahead of those who wait for theirs until rank 3 has come."""
     if training.rank == 3:
-        time.sleep(3 * THRESHOLD)  # CULPRIT
+        while not _printed("is busy"):
+            time.sleep(0.5)  # CULPRIT
     with training.accelerator.main_process_first():
         pass
     training.accelerator.wait_for_everyone()  # WAITS
@@ -277,6 +292,16 @@ def _train_in_a_thread() -> None:
         print("told in its thread:", error)
 
 
+def _wait_for(notice: str) -> None:
+    while not _printed(notice):
+        time.sleep(0.1)
+
+
+def _printed(notice: str) -> bool:
+    """Return whether any rank of this world has printed the notice."""
+    return any(notice in output.read_text() for output in OUTPUT.parent.glob(f"{OUTPUT.stem}.?"))
+
+
 def group_closed_by_its_user(training: Training) -> None:
     dist.destroy_process_group()
     time.sleep(2 * THRESHOLD)
@@ -319,6 +344,8 @@ def _become(rank: int, ports: tuple[int, int], output: Path) -> None:
         "MASTER_PORT": str(ports[0]),
         "SECOND_PORT": str(ports[1]),
     }
+    global OUTPUT
+    OUTPUT = output
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -15,6 +15,7 @@ from accelerate.watch.reports import Report
 from accelerate.watch.verdict import Verdict
 from accelerate.watch.watcher import Watcher
 from tests.ranks import ranks
+from tests.timing import limit
 
 
 def watchers() -> int:
@@ -113,7 +114,7 @@ def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge()
     assert not watcher._stopping.is_set()
     watcher._act(Verdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
     watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
-    assert [watcher._heard.get(timeout=1).text for _ in range(2)] == ["Rank 1 has left.", "Rank 1 is stopped."]
+    assert [watcher._heard.get(timeout=limit(5)).text for _ in range(2)] == ["Rank 1 has left.", "Rank 1 is stopped."]
     assert watcher._stopping.is_set()
     watcher._interrupter.close()
     accelerator.end_training()

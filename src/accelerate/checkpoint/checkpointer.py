@@ -9,9 +9,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,13 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from ..config.plugins import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.base import Strategy
-from ..parallel.dtensors import gathered
+from ..parallel.dtensors import gathered, is_spread
 from ..parallel.unwrapping import extract_model_from_parallel
 from ..runtime.progress import while_slow
 from ..runtime.random import set_seed
 from ..runtime.runtime import Runtime
+from ..watch.place import guard_of_caller
 from .crew import Crew
-from .engine import CheckpointEngine, CheckpointError, Draft, LoadReport
+from .engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,
@@ -45,7 +47,11 @@ from .preemption import Preemption
 from .remote import RemoteStore
 from .staging import Staging
 from .store import Found, LocalStore, Store
+from .supplements import Announcements, Opened, Supplement, supplement_folder
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from ..tracking.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +76,7 @@ class Prepared:
     loaders: list[Any]
     window: Any
     strategy: Strategy
+    trackers: Trackers | None = None
 
 
 class Checkpointer:
@@ -96,14 +103,14 @@ class Checkpointer:
     def register(self, *objects: Any) -> None:
         """Add objects with a state; refuse those without."""
         unable = [
-            f"{index}: {type(item).__name__}"
+            f"Item at index {index}, `{type(item).__name__}`"
             for index, item in enumerate(objects)
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
         ]
         if unable:
             raise ValueError(
                 f"register_for_checkpointing takes objects with state_dict and load_state_dict; these have none: "
-                f"{', '.join(unable)}."
+                f"{'; '.join(unable)}."
             )
         self.custom_objects += objects
 
@@ -121,6 +128,11 @@ class Checkpointer:
         if self._engine is None:
             self._engine = CheckpointEngine(Crew.assemble(self.runtime, on_each_node=self.project.save_on_each_node))
         return self._engine
+
+    @property
+    def announcements(self) -> Announcements:
+        """What the coordinator of a save tells the other ranks."""
+        return Announcements(self.runtime, on_each_node=self.project.save_on_each_node)
 
     def _own_models(self) -> list[nn.Module]:
         return [extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models]
@@ -141,7 +153,7 @@ class Checkpointer:
             StatefulPart(numbered("registered object", index, ""), custom_file(index), item)
             for index, item in enumerate(self.custom_objects)
         ]
-        parts.append(ProgressPart(self.prepared.loaders))
+        parts.append(ProgressPart(self.prepared.loaders, self.prepared.optimizers, self.prepared.trackers))
         parts.append(RandomPart(random_states_file(rank), self.runtime, self.prepared.window))
         return parts
 
@@ -198,35 +210,115 @@ class Checkpointer:
     # --- save -----------------------------------------------------------------------------------------------------
 
     def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
-        """Make a checkpoint of everything; return its path."""
+        """Make a checkpoint of everything; return its path.
+
+        All processes make it together where each holds a part. Else the coordinator makes it, and waits for nobody:
+        see [Note: who commits] in supplements.py.
+        """
         self.wait()
         self._warn_of_open_window()
-        store, name, iteration = self._target(target)
-        draft = self.engine.open(store, name, step=self.prepared.window.step, iteration=iteration)
-        form = ".safetensors" if safe_serialization else ".bin"
         models = self._own_models()
-        if self.prepared.strategy.saves_shards:
-            form = SHARDS
-        if self.prepared.strategy.saves_shards or any(self.prepared.strategy.engine_states(models)):
+        form = ".safetensors" if safe_serialization else ".bin"
+        if self.needs_all_ranks(models):
+            self._refuse_one_rank_only()
+            form = SHARDS if self.prepared.strategy.saves_shards else form
+            return self._make(self.engine, target, models, scaler, form, save="", wait=wait)
+        save = self.announcements.next_save(target, self.prepared.window.step, self.prepared.loaders)
+        engine = CheckpointEngine(Crew.alone(self.runtime, on_each_node=self.project.save_on_each_node))
+        if not self.announcements.is_coordinator:
+            return self._add(engine, target, models, form, save=save, wait=wait)
+        with self.announcements.telling_failure(save):
+            return self._make(engine, target, models, scaler, form, save=save, wait=wait)
+
+    def _make(
+        self,
+        engine: CheckpointEngine,
+        target: str | None,
+        models: list[nn.Module],
+        scaler: Any,
+        form: str,
+        *,
+        save: str,
+        wait: bool,
+    ) -> str:
+        store, name, iteration = self._target(target, engine)
+        draft = engine.open(store, name, step=self.prepared.window.step, iteration=iteration, save=save)
+        if save:
+            self.announcements.tell_opened(save, Opened(name=name, token=draft.token, iteration=iteration))
+        if form == SHARDS or any(self.prepared.strategy.engine_states(models)):
             self._refuse_separate_disks()
-        with self.engine.together(f"checkpoint {draft.path} was not made", draft):
+        with engine.together(f"checkpoint {draft.path} was not made", draft):
             models, weights = self._after_save_hooks(models, draft.folder, form)
             draft.parts = self._parts(models, scaler, form, self.runtime.process_index)
             draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective or part.is_folder}
             model_parts = [part for part in draft.parts if isinstance(part, ModelPart)]
             draft.states |= {part.name: part.named(state) for part, state in zip(model_parts, weights, strict=False)}
             if not wait:
-                own = self.engine.written_here(draft.parts)
+                own = engine.written_here(draft.parts)
                 draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
         if wait:
             with while_slow(lambda: f"Saving {draft.path}: {_megabytes(draft.folder):,} MB written"):
-                self._finish(draft)
+                self._finish(engine, draft)
         else:
-            self._pending = self._thread().submit(self._finish, draft)
+            self._pending = self._thread().submit(self._finish, engine, draft)
             logger.info("Saving %s in the background from %d MB of copies", draft.path, self.staging.num_bytes >> 20)
         if iteration is not None:
             self.project.iteration = iteration + 1
         return str(draft.path)
+
+    def _add(
+        self,
+        engine: CheckpointEngine,
+        target: str | None,
+        models: list[nn.Module],
+        form: str,
+        *,
+        save: str,
+        wait: bool,
+    ) -> str:
+        """Add what only this rank has to the checkpoint that the coordinator makes."""
+        name: str | None = None
+        if target is None or self.project.automatic_checkpoint_naming:
+            store = self._automatic_store("save_state")
+        else:
+            store, name = self._place(target)
+        opened = self.announcements.wait_until_opened(save, store, name)
+        folder = supplement_folder()
+        try:
+            with engine.together(f"checkpoint {store.path(opened.name)} has no files of this rank"):
+                self._after_save_hooks(models, folder, form)
+        except CheckpointError:
+            self.announcements.tell_added(save)  # the coordinator waits for no files of this rank
+            raise
+        part = RandomPart(random_states_file(self.runtime.process_index), self.runtime, self.prepared.window)
+        added = Supplement(store=store, save=save, opened=opened, folder=folder, part=part, state=part.capture())
+        if wait:
+            added.add(self.announcements, engine)
+        else:
+            self._pending = self._thread().submit(added.add, self.announcements, engine)
+        if opened.iteration is not None:
+            self.project.iteration = opened.iteration + 1
+        return added.path
+
+    def needs_all_ranks(self, models: Sequence[nn.Module]) -> bool:
+        """Tell whether no rank can save alone, because each of them holds a part of a model."""
+        strategy = self.prepared.strategy
+        return (
+            strategy.saves_shards
+            or not strategy.holds_whole_models
+            or any(strategy.engine_states(models))
+            or any(is_spread(model.parameters()) for model in models)
+        )
+
+    def _refuse_one_rank_only(self) -> None:
+        """Refuse a call that other ranks will not make, before it waits for them."""
+        guard = guard_of_caller() if self.runtime.num_processes > 1 else ""
+        if guard:
+            raise CheckpointError(
+                f"save_state() was called on rank {self.runtime.process_index} only: the call is inside {guard}. The "
+                "model is spread over the ranks, and each of them saves its part. Move the call out of the condition, "
+                "so that every rank calls save_state()."
+            )
 
     def _refuse_separate_disks(self) -> None:
         if self.project.save_on_each_node:
@@ -267,10 +359,13 @@ class Checkpointer:
         last = len(models) - 1
         return [owners.get(id(state), models[min(index, last)]) for index, state in enumerate(weights)], weights
 
-    def _finish(self, draft: Draft) -> None:
-        self.engine.finish(draft)
+    def _finish(self, engine: CheckpointEngine, draft: Draft) -> None:
+        with self.announcements.telling_failure(draft.save) if draft.save else nullcontext():
+            engine.finish(draft, lambda: self.announcements.wait_for_files(draft.save) if draft.save else None)
+        if draft.save:
+            self.announcements.tell_committed(draft.save)
         draft.states.clear()
-        if draft.iteration is not None and self.engine.crew.leads:
+        if draft.iteration is not None and engine.crew.leads:
             self._retain(draft.store)
         logger.info("Saved %s", draft.path)
 
@@ -297,7 +392,7 @@ class Checkpointer:
 
     # --- where ----------------------------------------------------------------------------------------------------
 
-    def _target(self, target: str | None) -> tuple[Store, str, int | None]:
+    def _target(self, target: str | None, engine: CheckpointEngine) -> tuple[Store, str, int | None]:
         if target is not None and not self.project.automatic_checkpoint_naming:
             return (*self._place(target), None)
         if target is not None and not self._told_target and self.runtime.is_main_process:
@@ -305,10 +400,10 @@ class Checkpointer:
             logger.warning("save_state(%r): the folder is not used, because names are automatic here.", target)
         store = self._automatic_store("save_state")
         iteration = self.project.iteration
-        with self.engine.together("the next checkpoint has no name"):
-            if self.runtime.is_main_process:  # the others could look while it is still deleting
+        with engine.together("the next checkpoint has no name"):
+            if engine.crew.leads:  # the others could look while it is still deleting
                 iteration = max([iteration, *(1 + (iteration_of(found.name) or 0) for found in _automatic(store))])
-        iteration = self.engine.crew.from_leader(iteration)
+        iteration = engine.crew.from_leader(iteration)
         return store, automatic_name(iteration), iteration
 
     def _automatic_store(self, caller: str) -> Store:
@@ -345,12 +440,16 @@ class Checkpointer:
         place: Place,
         *,
         scaler: Any,
+        seek: bool,
         strict: bool,
         verify: str,
         load_options: dict[str, Any],
         model_options: dict[str, Any],
     ) -> LoadReport:
-        """Restore everything, or raise and say what does not fit."""
+        """Restore everything, or raise and say what does not fit.
+
+        With `seek` the loaders go on at the next batch; else they begin their epoch again, for scripts that skip.
+        """
         if verify not in ("size", "hash"):
             raise ValueError(f"verify={verify!r} is unknown: choose size (quick) or hash (reads every byte).")
         store, name = place
@@ -368,10 +467,13 @@ class Checkpointer:
             for part in parts:
                 if isinstance(part, ModelPart):
                     part.load_options |= model_options
-            changes = self._another_world(parts, fetched.num_processes)
+                elif isinstance(part, ProgressPart):
+                    part.seeks = seek
+            changes = self._without_own_generators(parts, fetched)
             optional = ["progress"] if fetched.record is None else []  # accelerate 1.x keeps no positions
             report = self.engine.load(fetched, parts, strict=strict, load_options=load_options, optional=optional)
         report.changes = changes
+        report.step = next(part.step for part in parts if isinstance(part, ProgressPart))
         iteration = iteration_of(name)
         if iteration is not None:
             self.project.iteration = iteration + 1
@@ -392,7 +494,7 @@ class Checkpointer:
         assert self._preemption is not None
         if self.runtime.is_main_process:
             self._preemption.answered()
-            logger.warning("Asked to leave by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
+            logger.warning("Stop requested by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
         raise SystemExit(START_ME_AGAIN)
 
     def _form_of(self, folder: Path) -> str:
@@ -405,21 +507,31 @@ class Checkpointer:
         own = (random_states_file(self.runtime.process_index), random_states_file(0))
         return not file.startswith("random_states_") or file in own
 
-    def _another_world(self, parts: list[Part], there: int) -> list[str]:
-        """Where the number of processes changed, derive the generators of the other ranks from rank 0's."""
-        here = self.runtime.num_processes
-        if there in (0, here):
+    def _without_own_generators(self, parts: list[Part], fetched: Fetched) -> list[str]:
+        """Derive the generators of ranks whose own are not in the checkpoint, and say which and why."""
+        there, here = fetched.num_processes, self.runtime.num_processes
+        if there == 0:
             return []
-        parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
+        is_another_world = there != here
+        derives = is_another_world or not fetched.has(parts[-1].file)
+        if derives:
+            parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
+        ranks = [rank for rank, derived in enumerate(self.engine.crew.gather(derives)) if derived]
+        if is_another_world:
+            return [
+                f"saved on {there} processes, loaded on {here}: the positions of the loaders are global and were kept",
+                "rank 0 keeps its generators; those of the other ranks were derived from them, the step and the rank",
+            ]
+        if not ranks:
+            return []
         return [
-            f"saved on {there} processes, loaded on {here}: the positions of the loaders are global and were kept",
-            "rank 0 keeps its generators; those of the other ranks were derived from them, the step and the rank",
+            f"save_state() was not called, or not finished, on {_ranks(ranks)}: the generators there were derived from "
+            "those of rank 0, the step and the rank"
         ]
 
     def _tell(self, report: LoadReport) -> None:
         if self.runtime.is_main_process:
-            level = logging.WARNING if report else logging.INFO
-            logger.log(level, "Loaded %s%s", report.path, f"\n{report}" if report else "")
+            logger.log(logging.WARNING if report.differences else logging.INFO, "%s", report)
 
 
 class _DerivedRandomPart(RandomPart):
@@ -448,6 +560,11 @@ def _place(target: str) -> tuple[Store, str]:
             target = os.path.realpath(target)
     parent, _, name = target.rstrip("/").rpartition("/")
     return _store(parent or "/"), name
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _stem(suffix: str) -> str:

@@ -27,7 +27,11 @@ _PIECE = 1 << 20
 
 
 class UnsafeFileError(ValueError):
-    """Refuse a file whose loading would execute code."""
+    """Refuse a file whose loading would execute code.
+
+    The file holds pickled objects beyond tensors and plain data. Load it only if you trust who wrote it: the message
+    says how.
+    """
 
 
 def write(state: Any, path: Path) -> None:

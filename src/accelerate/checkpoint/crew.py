@@ -15,7 +15,11 @@ T = TypeVar("T")
 
 
 class LostProcessError(RuntimeError):
-    """Report that a process that took part in a checkpoint is gone."""
+    """Report that a process that took part in a checkpoint is gone.
+
+    Another rank failed or was killed during the save. The draft is not committed, and the last checkpoint stays. Look
+    for the failure of that rank.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,9 @@ class Crew:
 
     rank: int
     world_size: int
+    """How many processes make the checkpoint: all of the run, or the one that saves for all."""
+    num_processes: int
+    """How many processes the run has."""
     leads: bool
     """It writes what all processes have in common, and commits."""
     on_each_node: bool = False
@@ -35,13 +42,26 @@ class Crew:
         """Gather the processes of a run, in a group of their own: a background save must not meet training's calls."""
         group = None
         if runtime.num_processes > 1:
-            group = dist.new_group(backend="gloo")
+            default = dist.distributed_c10d.default_pg_timeout
+            group = dist.new_group(backend="gloo", timeout=max(default, runtime.init_handler.timeout or default))
         return cls(
             rank=runtime.process_index,
             world_size=runtime.num_processes,
+            num_processes=runtime.num_processes,
             leads=runtime.is_local_main_process if on_each_node else runtime.is_main_process,
             on_each_node=on_each_node,
             group=group,
+        )
+
+    @classmethod
+    def alone(cls, runtime: Runtime, *, on_each_node: bool) -> Crew:
+        """Return the one process that saves for all. See [Note: who commits] in supplements.py."""
+        return cls(
+            rank=runtime.process_index,
+            world_size=1,
+            num_processes=runtime.num_processes,
+            leads=True,
+            on_each_node=on_each_node,
         )
 
     def gather(self, item: T) -> list[T]:

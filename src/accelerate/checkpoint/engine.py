@@ -8,10 +8,10 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ import torch
 from ..saving import flush
 from . import codec
 from .crew import Crew
-from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, FileFacts, is_published, random_states_file
+from .layout import (
+    COMMIT_FILE,
+    PROGRESS_FILE,
+    CommitRecord,
+    FileFacts,
+    is_published,
+    random_states_file,
+    supplement_file,
+)
 from .parts import Part
 from .store import Store
 
@@ -31,14 +39,20 @@ _LITTLE = 1 << 16
 
 
 class CheckpointError(RuntimeError):
-    """Report a checkpoint that could not be made or loaded. Every process raises the same."""
+    """Report a checkpoint that could not be made or loaded. Every process raises the same.
+
+    A save failed (a full disk, no permission, a lost process), or the checkpoint does not fit what was prepared: the
+    message lists every difference. `load_state(..., strict=False)` loads what fits.
+    """
 
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """What a load found and did."""
+    """What a load found and did. It is always true, so that `if accelerator.resume():` means what it says."""
 
     path: str
+    step: int | None = None
+    """How often the optimizers had stepped; None for checkpoints that do not say, as those of accelerate 1.x."""
     missing: list[str] = field(default_factory=list)
     """What is prepared here and is not in the checkpoint."""
     extra: list[str] = field(default_factory=list)
@@ -46,15 +60,17 @@ class LoadReport:
     changes: list[str] = field(default_factory=list)
     """What differs from the run that saved it, and what was derived anew."""
 
-    def __bool__(self) -> bool:
-        """Tell whether there is anything to say."""
-        return bool(self.missing or self.extra or self.changes)
+    @property
+    def differences(self) -> list[str]:
+        """Return what is missing, extra or changed, a sentence each; nothing after a load in which all fits."""
+        missing = [f"missing in {self.path}: {item}" for item in self.missing]
+        extra = [f"in {self.path}, but not prepared here: {item}" for item in self.extra]
+        return [*missing, *extra, *self.changes]
 
     def __str__(self) -> str:
-        """Say it."""
-        lines = [f"missing in {self.path}: {item}" for item in self.missing]
-        lines += [f"in {self.path}, but not prepared here: {item}" for item in self.extra]
-        return "\n".join([*lines, *self.changes])
+        """Name the checkpoint and the step, and below them the differences."""
+        step = "" if self.step is None else f" (step {self.step})"
+        return "\n".join([f"Loaded {self.path}{step}", *self.differences])
 
 
 @dataclass(kw_only=True)
@@ -68,6 +84,8 @@ class Draft:
     parts: Sequence[Part] = ()
     step: int
     iteration: int | None
+    save: str = ""
+    """Where the run is, for ranks that add to it; empty where all ranks make it together."""
     states: dict[str, Any] = field(default_factory=dict)
     """What was captured already, because all processes had to or because training goes on."""
 
@@ -100,6 +118,10 @@ class Fetched:
             return self.record.num_processes
         return sum((self.folder / random_states_file(rank)).is_file() for rank in range(len(self.files())))
 
+    def has(self, file: str) -> bool:
+        """Tell whether a file is part of the checkpoint, and not what an unfinished save has left."""
+        return file in self.record.files if self.record is not None else (self.folder / file).is_file()
+
     def files(self) -> list[str]:
         """Return the names of the files in its folder."""
         return sorted(path.name for path in self.folder.iterdir() if path.is_file())
@@ -119,7 +141,7 @@ class CheckpointEngine:
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
 
-    def open(self, store: Store, name: str, *, step: int, iteration: int | None) -> Draft:
+    def open(self, store: Store, name: str, *, step: int, iteration: int | None, save: str = "") -> Draft:
         """Make the folder in which a checkpoint will be written."""
         token, folder = self.crew.from_leader(uuid.uuid4().hex[:8]), Path()
         with self.together(f"checkpoint {store.path(name)} was not made"):
@@ -127,13 +149,13 @@ class CheckpointEngine:
                 store.settle(name if iteration is None else None)
         with self.together(f"checkpoint {store.path(name)} was not made"):
             folder = store.draft(name, token)
-        return Draft(store=store, name=name, token=token, folder=folder, step=step, iteration=iteration)
+        return Draft(store=store, name=name, token=token, folder=folder, step=step, iteration=iteration, save=save)
 
     def written_here(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts that this process writes."""
         return [part for part in parts if part.per_rank or self.crew.leads]
 
-    def finish(self, draft: Draft) -> None:
+    def finish(self, draft: Draft, before_commit: Callable[[], None] = lambda: None) -> None:
         """Write and commit, or raise the same error on every process and leave nothing behind."""
         facts: dict[str, FileFacts] = {}
         with self.together(f"checkpoint {draft.path} was not made", draft):
@@ -141,13 +163,16 @@ class CheckpointEngine:
             if not draft.store.is_shared:
                 facts = all_files(draft.folder, facts)
             draft.store.publish(draft.folder, draft.name, draft.token)
+        before_commit()
         announced = {file: fact for files in self.crew.gather(facts) for file, fact in files.items()}
         with self.together(f"checkpoint {draft.path} was not committed", draft):
             if self.crew.leads:
                 record = CommitRecord(
-                    num_processes=self.crew.world_size,
+                    num_processes=self.crew.num_processes,
                     parts={part.name: part.file for part in draft.parts},
                     files=self._files(draft, announced),
+                    token=draft.token,
+                    save=draft.save,
                     step=draft.step,
                     iteration=draft.iteration,
                     versions={
@@ -179,7 +204,7 @@ class CheckpointEngine:
         """Bring a checkpoint's files within reach, and check them."""
         folder, record = Path(), None
         with self.together(f"{store.path(name)} was not loaded"):
-            folder = store.fetch(name, wanted)
+            folder = store.fetch(name, wanted, self.crew.rank)
             record = self._verified(folder, verify, store.is_shared)
         try:
             yield Fetched(path=str(store.path(name)), folder=folder, record=record)
@@ -210,12 +235,13 @@ class CheckpointEngine:
                     states[part.name] = part.read(path, self.crew, **load_options)
                     objection = part.objection(states[part.name])
                 if objection is not None:
-                    objections.append(f"{part.name} was saved {objection}")
+                    objections.append(f"{part.name}: {objection}")
             report.extra = source.beyond(parts)
             if objections:
                 raise ValueError("; ".join(objections))
             if strict and (report.missing or report.extra):
-                raise ValueError(f"it does not fit what was prepared.\n{report}\nstrict=False loads the rest")
+                listing = "\n".join(report.differences)
+                raise ValueError(f"it does not match the prepared objects.\n{listing}\nstrict=False loads the rest")
         with self.together(f"{source.path} was loaded in part"):
             for part in parts:
                 if part.name in states:
@@ -232,7 +258,8 @@ class CheckpointEngine:
                 raise FileNotFoundError(f"{COMMIT_FILE} is missing")
             return None  # accelerate 1.x
         record = CommitRecord.from_json(record_file.read_text(encoding="utf-8", errors="replace"))
-        for file, facts in record.files.items():
+        added = self._added_here(folder, record)
+        for file, facts in {**record.files, **added}.items():
             path = folder / file
             if not path.is_file():
                 if not all_files_are_here:  # another rank's, which was not downloaded
@@ -241,16 +268,22 @@ class CheckpointEngine:
             if path.stat().st_size != facts.size:
                 raise ValueError(f"{file} has {path.stat().st_size} bytes instead of {facts.size}: it is damaged")
         if verify == "hash":
-            self._check_contents(folder, record, all_files_are_here)
-        return record
+            # Every byte is read; processes that see the same files share them.
+            common = sorted(record.files)
+            mine = common[self.crew.rank :: self.crew.world_size] if all_files_are_here else common
+            _check_contents(folder, {**{file: record.files[file] for file in mine}, **added})
+        return replace(record, files={**record.files, **added})
 
-    def _check_contents(self, folder: Path, record: CommitRecord, is_shared: bool) -> None:
-        """Read every byte; processes that see the same files share them."""
-        mine = sorted(record.files)[self.crew.rank :: self.crew.world_size] if is_shared else sorted(record.files)
-        with ThreadPoolExecutor(codec.THREADS) as checkers:
-            for file in (file for file in mine if (folder / file).is_file()):
-                if codec.facts_of(folder / file, checkers) != record.files[file]:
-                    raise ValueError(f"{file} is damaged: its contents are not what was saved (the checksum differs)")
+    def _added_here(self, folder: Path, record: CommitRecord) -> Mapping[str, FileFacts]:
+        """Return the files that this rank added to this very checkpoint. See [Note: who commits] in supplements.py."""
+        path = folder / supplement_file(self.crew.rank)
+        if not path.is_file():
+            return {}
+        try:
+            added = CommitRecord.from_json(path.read_text(encoding="utf-8", errors="replace"))
+        except ValueError as error:
+            raise ValueError(str(error).replace(COMMIT_FILE, path.name)) from error
+        return added.files if added.token == record.token else {}
 
     def together(self, what: str, draft: Draft | None = None) -> _Together:
         """Return a block that every process passes, or none."""
@@ -277,9 +310,17 @@ class _Together:
             self.draft.store.discard(self.draft.folder)
         rank, text = next(iter(failures.items()))
         others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        where = f"rank {rank}{others}: " if self.crew.world_size > 1 else ""
+        rank = rank if self.crew.world_size > 1 else self.crew.rank
+        where = f"rank {rank}{others}: " if self.crew.num_processes > 1 else ""
         kept = " Earlier checkpoints are untouched." if self.draft is not None else ""
         raise CheckpointError(f"{self.what}: {where}{text}.{kept}") from error
+
+
+def _check_contents(folder: Path, files: Mapping[str, FileFacts]) -> None:
+    with ThreadPoolExecutor(codec.THREADS) as checkers:
+        for file, facts in files.items():
+            if (folder / file).is_file() and codec.facts_of(folder / file, checkers) != facts:
+                raise ValueError(f"{file} is damaged: its checksum differs from the recorded one")
 
 
 @contextmanager
@@ -347,7 +388,7 @@ def _tell_strangers(part: Part, path: Path) -> None:
 def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]:
     """Return the facts of every file in a folder, finding out those that are not known."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    found.pop(COMMIT_FILE, None)
+    found = {file: path for file, path in found.items() if file != COMMIT_FILE and ".partial-" not in path.name}
     with ThreadPoolExecutor(codec.THREADS) as checkers:
         facts = {}
         for file, path in found.items():

@@ -145,7 +145,7 @@ def _read(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> An
     state = part.read(path, accelerator.checkpointer.engine.crew)
     objection = part.objection(state)
     if objection is not None:
-        raise ValueError(f"{path} does not fit: the {part.name} was saved {objection}.")
+        raise ValueError(f"{path} does not match the {part.name}: {objection}.")
     return state
 
 

@@ -5,7 +5,8 @@ which lists every file with its size and hash; then the folder is renamed to `<n
 and what is deleted is first renamed to `<name>.removed-<id>`. So a folder under its own name is whole at any moment.
 When a folder is replaced, the old one is moved to `<name>.replaced-<id>` before the new one takes its name: if the
 process dies between the two, the new one has its record already, and whoever looks next gives it its name. What the
-old folder held beside its checkpoint is moved into the new one; only saves delete what is left over.
+old folder held beside its checkpoint is moved into the new one; only saves delete what is left over. Who commits, and
+what other ranks add afterwards: [Note: who commits] in supplements.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SHARDS = "shards"
 _UNFINISHED = re.compile(r"^(?P<name>.+)\.(?P<state>partial|removed|replaced)-(?P<id>[0-9a-f]{8})$")
 _PUBLISHED = re.compile(
     r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|commit_\d+\.json"
 )
 _AUTOMATIC = re.compile(r"^checkpoint_(?P<iteration>\d+)$")
 
@@ -56,6 +57,11 @@ def optimizer_folder(index: int) -> str:
 def random_states_file(rank: int) -> str:
     """Return the file of one rank's generators."""
     return f"random_states_{rank}.pkl"
+
+
+def supplement_file(rank: int) -> str:
+    """Return the record of what one rank added to a checkpoint that another rank has committed."""
+    return f"commit_{rank}.json"
 
 
 def custom_file(index: int) -> str:
@@ -103,6 +109,10 @@ class CommitRecord:
     files: Mapping[str, FileFacts]
     folder: str = ""
     """Where the files are, seen from the record: beside it on a disk, in `data-<token>` behind a URL."""
+    token: str = ""
+    """The id of the save. What a rank adds later carries the same one."""
+    save: str = ""
+    """Where the run was, for a rank that adds to it. See [Note: who commits] in supplements.py."""
     step: int = 0
     iteration: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,9 @@ def parse_size(size: float | str) -> int:
         return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if found is None or found[2].upper() not in _UNITS:
-        raise ValueError(f"max_shard_size={size!r} cannot be read: write a number of bytes, or 500MB, 10GB, 2GiB.")
+        raise ValueError(
+            f"max_shard_size={size!r} is not in a valid format: write a number of bytes, or 500MB, 10GB, 2GiB."
+        )
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -102,14 +104,17 @@ def files_of_model(checkpoint: str | os.PathLike[str]) -> list[Path]:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     if not path.name.endswith(".index.json"):
         return [path]
-    weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    weight_map = contents.get("weight_map", contents)  # an index may be the map itself
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} is not an index of a model: it does not map names of tensors to files.")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ValueError(f"{path} names files outside of its folder: {outside[0]!r}.")
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{path} lists shards that are not there: {', '.join(missing[:4])}.")
+        raise FileNotFoundError(f"{path} lists shards that do not exist: {', '.join(missing[:4])}.")
     return [path.parent / name for name in names]
 
 
@@ -118,9 +123,15 @@ def _main_file(folder: Path) -> Path:
         for candidate in (folder / f"{name}.index.json", folder / name):
             if candidate.is_file():
                 return candidate
-    found = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    indices = sorted(folder.glob("*.index.json"))
+    if len(indices) > 1:
+        raise ValueError(
+            f"{folder} holds more than one `.index.json` file ({', '.join(path.name for path in indices)}): give the "
+            "path of one of them."
+        )
+    found = indices or sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     if len(found) == 1:
         return found[0]
     raise FileNotFoundError(
-        f"{folder} holds no model: expected model.safetensors, pytorch_model.bin, or one of them with .index.json."
+        f"{folder} holds no model: expected model.safetensors, pytorch_model.bin, or an index that ends in .index.json."
     )

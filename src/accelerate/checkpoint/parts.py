@@ -6,21 +6,24 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.position import Position, PositionError
-from ..parallel.base import EngineState
+from ..parallel.base import EngineState, params_of
 from ..parallel.dtensors import gathered, is_spread, spread_like
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
-from ..saving import clean_state_dict_for_safetensors, memory_of
+from ..saving import each_memory_once, memory_of
 from . import codec
 from .crew import Crew
 from .layout import PROGRESS_FILE
+
+if TYPE_CHECKING:
+    from ..tracking.trackers import Trackers
 
 
 class Part(ABC):
@@ -45,7 +48,7 @@ class Part(ABC):
 
     def write(self, state: Any, path: Path, crew: Crew) -> None:
         """Write a state to its file."""
-        codec.write(clean_state_dict_for_safetensors(state) if path.suffix == ".safetensors" else state, path)
+        codec.write(each_memory_once(state) if path.suffix == ".safetensors" else state, path)
 
     def written_here(self, path: Path, crew: Crew) -> list[Path]:
         """Return the files that this process wrote."""
@@ -96,15 +99,15 @@ class ModelPart(Part):
         missing = sorted(own.keys() - complete.keys())
         extra = sorted(complete.keys() - own.keys()) if self.is_whole else []
         reshaped = [
-            f"{name} is {tuple(complete[name].shape)} there and {tuple(own[name].shape)} here"
+            f"{name} has shape {tuple(own[name].shape)} here and {tuple(complete[name].shape)} in the checkpoint"
             for name in sorted(own.keys() & complete.keys())
             if isinstance(own[name], Tensor) and complete[name].shape != own[name].shape
         ]
         said = []
         if missing:
-            said.append(f"without {_some(missing)}")
+            said.append(f"the checkpoint lacks {_some(missing)}")
         if extra:
-            said.append(f"with {_some(extra)}, which the model does not have")
+            said.append(f"the checkpoint has {_some(extra)}, which the model does not have")
         return "; ".join([*said, *reshaped[:3]]) or None
 
     def restore(self, state: Any) -> None:
@@ -167,10 +170,10 @@ class OptimizerPart(StatefulPart):
         """Compare the groups."""
         if not self.is_whole:
             missing = [name for name in self._own_names() if name not in state.get("names", ())]
-            return f"without the names of its parameters, or without {_some(missing)}" if missing else None
+            return f"the checkpoint lacks the names of the parameters, or {_some(missing)}" if missing else None
         there = [len(group["params"]) for group in state["param_groups"]]
         here = [len(group["params"]) for group in self.owner.param_groups]
-        return None if there == here else f"with parameter groups of {there} parameters; here they have {here}"
+        return None if there == here else f"the groups have {here} parameters here and {there} in the checkpoint"
 
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
@@ -178,7 +181,7 @@ class OptimizerPart(StatefulPart):
         return not self.is_folder and is_spread(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
-        return [param for group in self.owner.param_groups for param in group["params"]]
+        return params_of(self.owner)
 
     def _own_names(self) -> list[str]:
         return [self.names.get(id(param), str(index)) for index, param in enumerate(self._parameters())]
@@ -308,35 +311,53 @@ class RandomPart(Part):
 
 
 class ProgressPart(Part):
-    """Where the run is in its data: the positions of its loaders."""
+    """Where the run is: the positions of its loaders, the steps of its optimizers, the runs of its trackers."""
 
-    is_collective = True  # torchdata's loaders ask each other
-
-    def __init__(self, loaders: Sequence[Any]) -> None:
+    def __init__(
+        self, loaders: Sequence[Any], optimizers: Sequence[Any] = (), trackers: Trackers | None = None
+    ) -> None:
         super().__init__("progress", PROGRESS_FILE)
         self.loaders = loaders
+        self.optimizers = optimizers
+        self.trackers = trackers
+        self.step: int | None = None
+        """The step of the checkpoint, once it is restored: that of the optimizer that stepped most often."""
+        self.seeks = True
+        """Whether loaders go on at the batch where they were, or begin that epoch again."""
 
     def capture(self) -> dict[str, Any]:
         """Return plain data that means the same on any number of processes."""
-        return {"loaders": [loader.state_dict() for loader in self.loaders]}
+        return {
+            "loaders": [loader.state_dict() for loader in self.loaders],
+            "steps": [optimizer.steps_taken for optimizer in self.optimizers],
+            "trackers": {} if self.trackers is None else self.trackers.runs(),
+        }
 
     def objection(self, state: Any) -> str | None:
         """Compare the number of loaders, and ask each whether it can begin where it was."""
         there, here = len(state["loaders"]), len(self.loaders)
         if there != here:
-            return f"with the positions of {there} loaders; {here} are prepared here"
+            return f"{here} loaders are prepared here, and the checkpoint has the positions of {there}"
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             try:
                 if "batches" in position:  # torchdata's loaders keep a state of their own
                     Position.from_dict(position).batches_of(loader.base_batch_size)
             except PositionError as error:
-                return f"at a position that cannot be kept: {error}".rstrip(".")
+                return f"a loader cannot continue at its position: {error}".rstrip(".")
         return None
 
     def restore(self, state: Any) -> None:
-        """Let every loader go on where it was."""
+        """Let every loader go on where it was, or at the beginning of that epoch; with `seeks` the trackers too."""
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
+            if not self.seeks:
+                loader.rewind()
+        steps = state.get("steps", [])
+        for optimizer, taken in zip(self.optimizers, steps, strict=False):
+            optimizer.steps_taken = taken
+        self.step = max(steps, default=None)
+        if self.seeks and self.trackers is not None:  # `load_state` may load into another run
+            self.trackers.go_on(state.get("trackers", {}))
 
 
 def _some(names: Sequence[str]) -> str:

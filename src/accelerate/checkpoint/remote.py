@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .layout import COMMIT_FILE, CommitRecord, iteration_of
-from .store import Found
+from .layout import COMMIT_FILE, CommitRecord, iteration_of, supplement_file
+from .store import Found, added_only
 
 
 class RemoteStore:
@@ -47,6 +47,20 @@ class RemoteStore:
         self._check_sizes(name, record)
         self.fs.pipe_file(f"{self.root}/{name}/{COMMIT_FILE}", record.to_json().encode())
         self.settle(name)
+
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Do nothing: the record lists what its own process uploaded, and the rest comes after it."""
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Upload the files to where the others are, then the record."""
+        committed = self._record(name)[0]
+        record = added_only(record, committed)
+        if committed is None or not record.files:
+            return
+        folder = f"{self.root}/{name}/{committed.folder}"
+        for file in record.files:
+            self.fs.put_file(str(draft / file), f"{folder}/{file}")
+        self.fs.pipe_file(f"{folder}/{supplement_file(rank)}", record.to_json().encode())
 
     def discard(self, draft: Path) -> None:
         """Forget a draft; what was uploaded is cleaned by the next save."""
@@ -87,18 +101,23 @@ class RemoteStore:
         self.fs.invalidate_cache()
         return bool(self.fs.exists(f"{self.root}/{name}/{COMMIT_FILE}"))
 
-    def fetch(self, name: str, wanted: Callable[[str], bool]) -> Path:
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
         """Download the files that a process wants, and return their folder on this machine."""
         record, problem = self._record(name)
         if record is None:
             raise FileNotFoundError(problem or f"there is no committed checkpoint at {self.path(name)}")
         folder = Path(tempfile.mkdtemp(prefix="accelerate_"))
         (folder / COMMIT_FILE).write_text(replace(record, folder="").to_json(), encoding="utf-8")
-        for file in record.files:
-            if wanted(file):
-                target = folder / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self.fs.get_file(f"{self.root}/{name}/{record.folder}/{file}", str(target))
+        files = [file for file in record.files if wanted(file)]
+        added = supplement_file(rank)
+        if self.fs.exists(f"{self.root}/{name}/{record.folder}/{added}"):
+            text = self.fs.cat_file(f"{self.root}/{name}/{record.folder}/{added}").decode()
+            (folder / added).write_text(text, encoding="utf-8")
+            files += CommitRecord.from_json(text).files
+        for file in files:
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.fs.get_file(f"{self.root}/{name}/{record.folder}/{file}", str(target))
         return folder
 
     def release(self, folder: Path) -> None:

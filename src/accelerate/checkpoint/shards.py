@@ -38,7 +38,9 @@ class SafeReader(FileSystemReader):
             contents: Metadata = _TableOfContents(stream).load()
         for place in (contents.storage_data or {}).values():
             if Path(place.relative_path).name != place.relative_path:
-                raise codec.UnsafeFileError(f"a sharded checkpoint names a file elsewhere: {place.relative_path!r}")
+                raise codec.UnsafeFileError(
+                    f"a sharded checkpoint names a file outside of its folder: {place.relative_path!r}"
+                )
         contents.storage_meta = contents.storage_meta or metadata.StorageMeta()
         contents.storage_meta.load_id = self.load_id
         return contents
@@ -46,6 +48,8 @@ class SafeReader(FileSystemReader):
 
 class _TableOfContents(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 calls it, and no other version
+            module = "pathlib"
         known = (
             (module == "torch.distributed.checkpoint.metadata" and name in dir(metadata) and name[0].isupper())
             or (module, name) in _FURTHER_NAMES
@@ -211,7 +215,7 @@ class ShardedOptimizerPart(OptimizerPart):
         """Compare the number of groups, and ask whether every parameter has its moments."""
         groups = state["plain"]["groups"] if state["plain"] is not None else None
         if groups is not None and len(groups) != len(self.owner.param_groups):
-            return f"with {len(groups)} parameter groups; here there are {len(self.owner.param_groups)}"
+            return f"{len(self.owner.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
         if not state["names"]:
             return None  # it had not stepped
         missing = [
@@ -220,7 +224,7 @@ class ShardedOptimizerPart(OptimizerPart):
             if param.requires_grad and not any(key.startswith(f"optimizer.state.{name}.") for key in state["names"])
         ]
         has_some = len(missing) < sum(1 for _ in self._named_parameters())
-        return None if has_some or not missing else f"without the state of {', '.join(missing[:4])}"
+        return None if has_some or not missing else f"the checkpoint lacks the state of {', '.join(missing[:4])}"
 
     def restore(self, state: Any) -> None:
         """Give every parameter its moments, and every group its options."""

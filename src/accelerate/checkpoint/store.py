@@ -7,12 +7,21 @@ import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..saving import flush
-from .layout import COMMIT_FILE, PROGRESS_FILE, CommitRecord, is_published, iteration_of, random_states_file, unfinished
+from ..saving import flush, written_whole
+from .layout import (
+    COMMIT_FILE,
+    PROGRESS_FILE,
+    CommitRecord,
+    is_published,
+    iteration_of,
+    random_states_file,
+    supplement_file,
+    unfinished,
+)
 
 _REASONS = {"partial": "it was not finished", "removed": "it is being deleted", "replaced": "it was replaced"}
 
@@ -44,6 +53,12 @@ class Store(Protocol):
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
         """Make it the checkpoint of this name, in one moment."""
 
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Bring what one rank wrote into the draft of another, if it is still one."""
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Add what one rank wrote to a committed checkpoint, and its record last; to no other save of that name."""
+
     def discard(self, draft: Path) -> None:
         """Forget a draft."""
 
@@ -62,8 +77,8 @@ class Store(Protocol):
     def exists(self, name: str) -> bool:
         """Tell whether there is something to load."""
 
-    def fetch(self, name: str, wanted: Callable[[str], bool]) -> Path:
-        """Return a folder of this machine with the wanted files and the record."""
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
+        """Return a folder of this machine with the wanted files, what this rank has added, and the records."""
 
     def release(self, folder: Path) -> None:
         """Give back what `fetch` returned."""
@@ -91,14 +106,17 @@ class LocalStore:
         """Do nothing: everybody sees the folder."""
 
     def discard(self, draft: Path) -> None:
-        """Delete a draft."""
+        """Delete a draft; under another name, because another rank may be writing into it."""
+        aside = draft.with_name(draft.name.replace(".partial-", ".removed-"))
+        with suppress(OSError):
+            draft = draft.rename(aside)
         shutil.rmtree(draft, ignore_errors=True)
 
     def exists(self, name: str) -> bool:
         """Tell whether there is a folder of this name."""
         return (self.folder / name).is_dir()
 
-    def fetch(self, name: str, wanted: Callable[[str], bool]) -> Path:
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
         """Return the checkpoint's own folder."""
         return self.folder / name
 
@@ -129,6 +147,36 @@ class LocalStore:
         flush(self.folder)
         if aside is not None:
             self._clear(aside, name)
+
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Copy the files that are not there, each of which appears when it is complete."""
+        target = self.folder / f"{name}.partial-{token}"
+        with suppress(FileNotFoundError):  # it has its name already
+            for path in sorted(draft.rglob("*")):
+                file = path.relative_to(draft)
+                if path.is_dir():
+                    (target / file).mkdir(exist_ok=True)
+                elif not (target / file).exists():
+                    with written_whole(target / file) as partial:
+                        shutil.copyfile(path, partial)
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Copy the files, each of which appears when it is complete, then the record."""
+        folder = self.folder / name
+        record = added_only(record, self._record(folder)[0])
+        try:
+            for file in record.files:
+                for parent in reversed(Path(file).parents[:-1]):
+                    (folder / parent).mkdir(exist_ok=True)
+                with written_whole(folder / file) as partial:
+                    shutil.copyfile(draft / file, partial)
+            if record.files:
+                with written_whole(folder / supplement_file(rank)) as partial:
+                    partial.write_text(record.to_json(), encoding="utf-8")
+                flush(folder)
+        except FileNotFoundError:
+            if folder.exists():  # else the run does not keep it any longer
+                raise
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint; it is no checkpoint any more from the first moment."""
@@ -174,7 +222,8 @@ class LocalStore:
         with suppress(OSError):  # the new one is committed: the next save tries again
             for path in replaced.iterdir():
                 target = self.folder / name / path.name
-                if path.name not in own and not is_published(path.name) and not target.exists():
+                is_ours = path.name in own or is_published(path.name) or ".partial-" in path.name
+                if not is_ours and not target.exists():
                     path.rename(target)
             aside = self._aside(name, "removed")
             replaced.rename(aside)
@@ -187,7 +236,7 @@ class LocalStore:
         if target.is_mount() or target == here or target in here.parents:
             what = "a mount point" if target.is_mount() else "where this process is running"
             raise ValueError(
-                f"{target} is {what}, so a checkpoint cannot take its place in one move: save into a folder inside it, "
+                f"{target} is {what}, so it cannot be replaced by a rename: save into a folder inside it, "
                 f"such as {target / 'checkpoint'}"
             )
 
@@ -223,6 +272,13 @@ class LocalStore:
 
     def _aside(self, name: str, state: str) -> Path:
         return self.folder / f"{name}.{state}-{uuid.uuid4().hex[:8]}"
+
+
+def added_only(record: CommitRecord, committed: CommitRecord | None) -> CommitRecord:
+    """Leave out the files that are part of the commit already; all of them if it is another save by now."""
+    if committed is None or committed.token != record.token:
+        return replace(record, files={})
+    return replace(record, files={file: facts for file, facts in record.files.items() if file not in committed.files})
 
 
 def is_written_by_1x(folder: Path) -> bool:

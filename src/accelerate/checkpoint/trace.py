@@ -55,7 +55,7 @@ class Trace:
             "loss": float(loss.detach().sum()).hex(),
             "rates": [group["lr"] for optimizer in optimizers for group in optimizer.param_groups],
             "scale": scale,
-            "loaders": [[state["epoch"], state["batches"]] for state in (loader.state_dict() for loader in loaders)],
+            "loaders": [[loader.iteration, loader.cursor.batches] for loader in loaders],
             "generators": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         }
         with self._file.open("a", encoding="utf-8") as file:

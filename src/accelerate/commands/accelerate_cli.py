@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             import_module(f".{verb.replace('-', '_')}", __package__).add_parser(verbs)
         else:
             verbs.add_parser(verb, help=text)
+    parser.verb = verbs.choices.get(typed or "")
     parsed = parser.parse_args(words)
     if parsed.verb is None:
         parser.print_help()

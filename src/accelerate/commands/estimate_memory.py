@@ -25,15 +25,19 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "estimate-memory",
         "Say how much memory a model takes for inference and for training with Adam. No weights are loaded.",
     )
-    parser.add_argument("model_name", nargs="?", help="a folder with a config.json, the file, or a name on the hub")
     parser.add_argument(
-        *spellings("model"), metavar="MODULE:CALLABLE", help="instead: a function here that returns a torch.nn.Module"
+        "model_name", nargs="?", help="a folder with a config.json, the file itself, or a name on the hub"
     )
-    parser.add_argument(*spellings("library_name"), choices=("timm", "transformers"), help="whose model it is")
-    parser.add_argument(*spellings("dtypes"), nargs="+", choices=DTYPES, default=DEFAULT_DTYPES, help="which formats")
     parser.add_argument(
-        *spellings("trust_remote_code"), action="store_true", help="run the code that a model on the hub brings"
+        *spellings("model"), metavar="MODULE:CALLABLE", help="instead: a function that returns a torch.nn.Module"
     )
+    parser.add_argument(
+        *spellings("library_name"), choices=("timm", "transformers"), help="library that defines the model"
+    )
+    parser.add_argument(
+        *spellings("dtypes"), nargs="+", choices=DTYPES, default=DEFAULT_DTYPES, help="number formats to show"
+    )
+    parser.add_argument(*spellings("trust_remote_code"), action="store_true", help="run the code of a model on the hub")
     batch = parser.add_argument_group("what it computes")
     batch.add_argument(*spellings("batch_size"), type=_positive, default=1, metavar="N", help="samples per process (1)")
     batch.add_argument(
@@ -42,23 +46,25 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     batch.add_argument(
         *spellings("inputs"),
         metavar="MODULE:CALLABLE",
-        help="a function that returns a batch: a tensor, a tuple or a dict; it may take batch_size, sequence_length",
+        help="function that returns a batch (tensor, tuple or dict); may take batch_size and sequence_length",
     )
-    batch.add_argument(
-        *spellings("loss"), metavar="MODULE:CALLABLE", help="a function of the outputs and of that batch"
-    )
+    batch.add_argument(*spellings("loss"), metavar="MODULE:CALLABLE", help="function of the outputs and the batch")
     batch.add_argument(
         *spellings("pure_precision"),
         action="store_true",
-        help="train all in 16 bits; by default weights stay in fp32 (mixed precision)",
+        help="train entirely in 16 bits; by default weights stay in fp32 (mixed precision)",
     )
     spread = parser.add_argument_group("where it computes")
-    spread.add_argument(*spellings("num_processes"), type=_positive, default=1, metavar="N", help="processes (1)")
-    spread.add_argument(*spellings("fsdp"), action="store_true", help="shard it over them; by default each has a copy")
     spread.add_argument(
-        *spellings("no_reshard_after_forward"), action="store_true", help="keep the layers whole until backward"
+        *spellings("num_processes"), type=_positive, default=1, metavar="N", help="number of processes (1)"
     )
-    parser.add_argument("--json", action="store_true", help="print bytes, for programs")
+    spread.add_argument(
+        *spellings("fsdp"), action="store_true", help="shard the model; by default each process has a replica"
+    )
+    spread.add_argument(
+        *spellings("no_reshard_after_forward"), action="store_true", help="keep gathered layers until the backward pass"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=estimate_command)
     return parser
 

@@ -6,11 +6,13 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..config.files import find_config
 from ..config.launch_settings import LaunchSettings
-from ..config.options import OPTIONS, as_flags, spellings
+from ..config.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
 from ..errors import LaunchError
 from .parser import add_options, typed, verb_parser
 
@@ -30,14 +32,14 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add everything that a launch can be told, for verbs that launch."""
     parser.add_argument(
-        *spellings("config_file"), help="settings from this YAML file instead of the default one", metavar="FILE"
+        *spellings("config_file"), help="read settings from this YAML file instead of the default one", metavar="FILE"
     )
     add_options(parser, OPTIONS)
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script and its arguments, which end what a verb is told."""
-    parser.add_argument("training_script", help="the script, or with -m the module")
+    parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
@@ -49,6 +51,10 @@ def launch_words(args: argparse.Namespace) -> list[str]:
 
 def launch_command(args: argparse.Namespace) -> None:
     """Launch what a parsed command line asks for; raise SystemExit with the culprit's code where it fails."""
+    _launch(args, replace_process=False)
+
+
+def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
     from ..launch.cluster import find_cluster
     from ..launch.hostfile import cluster_of_hostfile, remarks_on_machines
     from ..launch.plan import make_plan
@@ -62,20 +68,47 @@ def launch_command(args: argparse.Namespace) -> None:
         plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
         remarks += remarks_on_machines(settings)
+        remarks += _options_after_the_script(args.training_script, args.training_script_args)
         if settings.explain:
             from ..launch.explain import explain
 
             print(explain(settings, plan, config, remarks))
             return
         settings.refuse_missing_engines(config)
+        if config is not None and config.misspelt and not settings.lenient:
+            raise ValueError(f"{' '.join(config.misspelt)} Correct the file, or pass --lenient to continue without it.")
         for remark in remarks:
             say(remark)
-        code = carry_out(settings, plan)
+        code = carry_out(settings, plan, replace_process=replace_process)
     except (ValueError, OSError, LaunchError) as error:
         say(str(error))
         raise SystemExit(2) from error
     if code != 0:
         raise SystemExit(code)
+
+
+def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
+    """Return a sentence for every option of a launch that the script gets, and does not seem to know."""
+    flags = {flag: option for option in OPTIONS if option.group in (RESOURCES, MACHINES) for flag in option.flags}
+    given = [word.partition("=")[0] for word in words]
+    found = [flag for flag in given if flag.startswith("--") and flag in flags]
+    if not found:
+        return []
+    try:
+        source = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # a module or a program, which may know anything
+        return []
+    if any(word in source for word in _READS_MANY_OPTIONS):
+        return []
+    return [
+        f"{flag} comes after {script}, so it is passed to the script. To use it for the launch, put it before {script}."
+        for flag in found
+        if flags[flag].name not in source
+    ]
+
+
+_READS_MANY_OPTIONS = ("HfArgumentParser", "TrainingArguments", "TrlParser", "parse_known_args")
+"""Words of scripts whose options stand in a library, or are not all theirs."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -87,7 +120,7 @@ def _launch_and_leave(args: argparse.Namespace) -> None:
     """Launch, and end this process without taking torch down, which takes a tenth of a second and helps nobody."""
     code: Any = 0
     try:
-        launch_command(args)
+        _launch(args, replace_process=True)
     except SystemExit as ending:
         code = ending.code
     except KeyboardInterrupt:  # before there was anybody to hand it to
@@ -99,7 +132,7 @@ def _launch_and_leave(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the verb alone."""
-    launch_command(launch_command_parser().parse_args(sys.argv[1:]))
+    _launch(launch_command_parser().parse_args(sys.argv[1:]), replace_process=True)
 
 
 if __name__ == "__main__":

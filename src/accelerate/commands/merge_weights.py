@@ -12,11 +12,11 @@ from .parser import verb_parser
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
     parser = verb_parser(subparsers, "merge-weights")
-    parser.add_argument("checkpoint_directory", help="a checkpoint, or its folder pytorch_model_fsdp_0")
-    parser.add_argument("output_path", help="where to write model.safetensors")
+    parser.add_argument("checkpoint_directory", help="a checkpoint, or its pytorch_model_fsdp_0 folder")
+    parser.add_argument("output_path", help="folder for model.safetensors")
     parser.add_argument(*spellings("unsafe_serialization"), action="store_true", help="write pytorch_model.bin instead")
     parser.add_argument(
-        *spellings("remove_checkpoint_dir"), action="store_true", help="delete the checkpoint once it is merged"
+        *spellings("remove_checkpoint_dir"), action="store_true", help="delete the checkpoint after merging"
     )
     parser.set_defaults(run=merge_command)
     return parser

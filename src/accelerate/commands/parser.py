@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from ..config.options import Option
 
 VERBS = {
-    "config": "answer questions, and write the answers to a file",
+    "config": "create the configuration file interactively",
     "env": "print versions, devices and settings, for bug reports",
-    "estimate-memory": "say how much memory a model takes, before loading it",
+    "estimate-memory": "estimate the memory of a model without loading it",
     "launch": "start a script on one process or many",
-    "merge-weights": "turn a sharded model into files that every tool reads",
+    "merge-weights": "merge a sharded checkpoint into plain model files",
     "report": "show logged runs as an HTML page, or live in the terminal",
-    "to-fsdp2": "bring a configuration file for FSDP1 into the terms of FSDP2",
-    "verify-resume": "prove that a script resumes exactly",
+    "to-fsdp2": "convert a configuration file from FSDP1 to FSDP2",
+    "verify-resume": "check that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
-    "watch": "show what a step takes on every rank, live in the terminal",
+    "watch": "show the step time of every rank, live in the terminal",
 }
 GIVEN = "_given"
 """Attribute of the namespace: the names of the options that were typed."""
@@ -45,6 +45,9 @@ def _shown(flags: Sequence[str]) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """Exact flags only: `--num` is not `--num_processes`, and a script's own flags are left alone."""
 
+    verb: Parser | None = None
+    """The parser of the verb that was typed."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpFormatter)
@@ -52,13 +55,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and what was probably meant, without the usage of a hundred options."""
+        from ..config.files import nearest
+
+        asked = self if self.verb is None else self.verb  # argparse hands a verb's unknown words back to the command
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
-            from ..config.files import nearest
-
-            unknown = next(word for word in message[len(prefix) :].split() if word.startswith("-")).partition("=")[0]
-            message = f"{unknown} is unknown.{nearest(unknown, tuple(self.flags()))}"
-        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+            words = message[len(prefix) :].split()
+            unknown = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+            message = f"{unknown} is unknown.{nearest(unknown, tuple(asked.flags()))}"
+        elif message.startswith("argument VERB: invalid choice: "):
+            message += f".{nearest(message.split(chr(39))[1], VERBS)}"
+        self.exit(2, f"{asked.prog}: {message}\nSee {asked.prog} --help.\n")
 
     def flags(self) -> Iterator[str]:
         """Return every flag of this parser and of its verbs."""
@@ -128,9 +135,32 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
         type=option.read,
         default=option.default,
         choices=option.choices,
-        metavar=None if option.choices else option.name.split("_")[-1].upper(),
+        metavar=None if option.choices else _metavar(option),
         help=text,
     )
+
+
+_METAVARS = {
+    "main_process_ip": "ADDRESS",
+    "nnodes": "MIN:MAX",
+    "rdzv_conf": "KEY=VALUE,...",
+    "role": "NAME",
+    "tee": "STREAMS",
+    "redirects": "STREAMS",
+    "monitor_interval": "SECONDS",
+    "grace_period": "SECONDS",
+    "mpirun_hostfile": "FILE",
+}
+
+
+def _metavar(option: Option) -> str:
+    """Return a word for what is to be given: a number is N, unless its name says what it counts or points at."""
+    last = option.name.split("_")[-1]
+    if option.name in _METAVARS:
+        return _METAVARS[option.name]
+    if option.read is int and last not in ("rank", "port"):
+        return "N"
+    return "TRUE|FALSE" if getattr(option.read, "__name__", "") == "yes_no" else last.upper()
 
 
 def typed(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .parser import verb_parser
 DEFAULT_PLACE = "runs"
 _PAGE = "report.html"
 _DESCRIPTION = (
-    'Show runs that were logged with log_with="jsonl": as one HTML page with interactive charts, which needs no '
+    'Show runs that were logged with log_with="jsonl", as one HTML page with interactive charts, which needs no '
     "network and no other file, or with --live in the terminal."
 )
 
@@ -27,20 +27,23 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = verb_parser(subparsers, "report", _DESCRIPTION)
     parser.add_argument(
         "run_dirs", nargs="*", metavar="RUN_DIR",
-        help=f"folder of a run, or any folder above several; default: {DEFAULT_PLACE}",
+        help=f"folder of a run, or a parent folder of several runs; default: {DEFAULT_PLACE}",
     )  # fmt: skip
     parser.add_argument(
-        "-o", *spellings("output"), metavar="FILE", help=f"where to write the page; default: {_PAGE} in RUN_DIR"
+        "-o",
+        *spellings("output"),
+        metavar="FILE",
+        help=f"where to write the page; default: {_PAGE} in the first RUN_DIR",
     )
     parser.add_argument(*spellings("open"), action="store_true", help="open the page in a browser")
     parser.add_argument(*spellings("live"), action="store_true", help="show the runs in the terminal while they run")
     parser.add_argument(
         *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS",
-        help="time between two looks with --live; default: 1",
+        help="update interval with --live; default: 1",
     )  # fmt: skip
     parser.add_argument(
         *spellings("metric"), action="append", default=[], metavar="NAME",
-        help="only metrics with this in their name, or matching it as a pattern such as 'eval/*'; may be repeated",
+        help="only metrics whose name contains this, or matches a pattern such as 'eval/*'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         *spellings("points"), type=_points, metavar="N",
@@ -139,7 +142,7 @@ def seconds(word: str) -> float:
 def _points(word: str) -> int:
     points = int(word)
     if points < 8:
-        raise argparse.ArgumentTypeError(f"{word} points cannot show a curve; at least 8 can")
+        raise argparse.ArgumentTypeError(f"{word} points are too few for a curve: use at least 8")
     return points
 
 

@@ -102,8 +102,8 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
     parser = verb_parser(subparsers, "to-fsdp2")
     parser.add_argument(*spellings("config_file"), required=True, metavar="FILE", help="the file to convert")
-    parser.add_argument(*spellings("output_file"), metavar="FILE", help="where to write the new one")
-    parser.add_argument("--overwrite", action="store_true", help="write over the file, or over an existing output file")
+    parser.add_argument(*spellings("output_file"), metavar="FILE", help="file to write")
+    parser.add_argument("--overwrite", action="store_true", help="overwrite the file, or an existing output file")
     parser.set_defaults(run=to_fsdp2_command)
     return parser
 

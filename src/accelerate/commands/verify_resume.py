@@ -16,7 +16,7 @@ from .launch import add_launch_options, add_script, launch_words
 from .parser import verb_parser
 
 _DESCRIPTION = (
-    "Run a script for some steps; run it again, kill it in the middle and start it once more; compare the loss, the "
+    "Run a script for some steps. Run it again, kill it in the middle and restart it. Compare the loss, the "
     "learning rates, the position in the data and the random state of every step after the resume. The script must "
     "call save_state and, at its start, resume (or load_state). Its checkpoints go to a temporary folder."
 )
@@ -30,7 +30,10 @@ def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=20, help="backward passes to compare (default: 20)")
     parser.add_argument(
-        *spellings("kill_at"), type=int, default=None, help="backward pass after which it is killed (default: half)"
+        *spellings("kill_at"),
+        type=int,
+        default=None,
+        help="backward pass after which the script is killed (default: half)",
     )
     add_launch_options(parser)
     add_script(parser)

@@ -11,7 +11,7 @@ from .parser import verb_parser
 from .report import DEFAULT_PLACE, seconds
 
 _DESCRIPTION = (
-    'Show what a step takes on every rank, phase by phase, while a run goes on that logs with log_with="jsonl" on '
+    'Show the step time of every rank, by phase, during a run that logs with log_with="jsonl" on '
     "several processes. A rank that makes the others wait is marked."
 )
 
@@ -21,10 +21,10 @@ def watch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = verb_parser(subparsers, "watch", _DESCRIPTION)
     parser.add_argument(
         "run_dir", nargs="?", default=DEFAULT_PLACE, metavar="RUN_DIR",
-        help=f"folder of a run, or any folder above: then the newest run in it; default: {DEFAULT_PLACE}",
+        help=f"folder of a run, or a parent folder, for the newest run in it; default: {DEFAULT_PLACE}",
     )  # fmt: skip
     parser.add_argument(
-        *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS", help="time between two looks; default: 1"
+        *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS", help="update interval; default: 1"
     )
     parser.set_defaults(run=watch_command)
     return parser

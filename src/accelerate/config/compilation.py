@@ -1,12 +1,12 @@
-"""`TorchDynamoPlugin`: what `torch.compile` is asked for. It holds values; it reads no environment."""
+"""`TorchDynamoPlugin`: what `torch.compile` is asked for, by the code or by the environment."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from .enums import DynamoBackend
+from .environment import read_setting, variable_of
 from .plugins import KwargsHandler
 
 SETTING_OF_FIELD = {
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Say how `prepare` compiles models. A field that is None is left to the environment, then to its default."""
+    """Say how `prepare` compiles models. A field that is left out comes from the environment, or has its default."""
 
     backend: DynamoBackend | str | None = None
     """Who compiles, such as "inductor" or "aot_eager"; "no" compiles nothing."""
@@ -46,33 +46,36 @@ class TorchDynamoPlugin(KwargsHandler):
     """Compile the repeated blocks, each by the same code, instead of the whole model."""
 
     def __post_init__(self) -> None:
-        if self.backend is not None:
+        self.in_code = frozenset(field for field in SETTING_OF_FIELD if getattr(self, field) is not None)
+        for field, setting in SETTING_OF_FIELD.items():
+            if field not in self.in_code:
+                said = read_setting(setting)
+                setattr(self, field, DEFAULTS.get(field) if said is None else said)
+        try:
             self.backend = backend_named(self.backend)
+        except ValueError as error:
+            origin = "code" if "backend" in self.in_code else f"environment variable {variable_of('dynamo_backend')}"
+            raise ValueError(f"dynamo_backend (from {origin}): {error}") from None
 
     @property
     def compiles(self) -> bool:
         """Tell whether anything is to be compiled."""
-        return self.backend not in (None, DynamoBackend.NO)
-
-    def filled(self) -> TorchDynamoPlugin:
-        """Return a copy whose empty fields have their defaults."""
-        said = {item.name: getattr(self, item.name) for item in fields(self)}
-        values: dict[str, Any] = {name: DEFAULTS.get(name) if value is None else value for name, value in said.items()}
-        return TorchDynamoPlugin(**values)
+        return self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
         """Return all values, with the backend as `torch.compile` spells it."""
-        filled = self.filled()
-        values = copy.deepcopy({item.name: getattr(filled, item.name) for item in fields(filled)})
-        return values | {"backend": str(values["backend"]).lower()}
+        return super().to_dict() | {"backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for `torch.compile` that differ from their defaults."""
-        values = super().to_kwargs()
-        values.pop("use_regional_compilation", None)
-        return values
+        """Return the arguments for `torch.compile` that differ from their defaults, whatever the environment says."""
+        defaults: dict[str, Any] = DEFAULTS | {"backend": str(DEFAULTS["backend"]).lower(), "disable": False}
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if name != "use_regional_compilation" and value != defaults.get(name)
+        }
 
 
-def backend_named(name: str) -> DynamoBackend:
+def backend_named(name: Any) -> DynamoBackend:
     """Return a backend by its name in any case."""
     return DynamoBackend(str(name).upper())

@@ -180,7 +180,9 @@ class DeepSpeedPlugin:
     offload_param_device: str | None = None
     """Where parameters live under ZeRO-3: none, cpu or nvme."""
     offload_optimizer_nvme_path: str | None = None
+    """Folder of the optimizer states with `offload_optimizer_device="nvme"`."""
     offload_param_nvme_path: str | None = None
+    """Folder of the parameters with `offload_param_device="nvme"`."""
     zero3_init_flag: bool | None = None
     """Let transformers make models in partitions, so that no process ever holds a whole one. Under ZeRO-3, yes."""
     zero3_save_16bit_model: bool | None = None
@@ -188,7 +190,9 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
     """Classes, with commas between them, that ZeRO-3 fetches as a whole: experts of which not all are used."""
     enable_msamp: bool | None = None
+    """Refused if true: MS-AMP is no longer developed."""
     msamp_opt_level: str | None = None
+    """Has no effect without MS-AMP."""
 
     def __post_init__(self) -> None:
         if self.enable_msamp:
@@ -372,9 +376,7 @@ def _loaded(given: Any) -> tuple[dict[str, Any], str]:
         try:
             text, source = base64.urlsafe_b64decode(str(given)).decode("utf-8"), "the config given as base64 text"
         except (UnicodeDecodeError, binascii.Error, ValueError):
-            raise ValueError(
-                f"DeepSpeed's config {given!r} is no dict, no JSON file that exists and no base64."
-            ) from None
+            raise ValueError(f"DeepSpeed's config {given!r} is not a dict, an existing JSON file or base64.") from None
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from .parallelism import AXES
-
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +27,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 # Setting -> the published variable that carries it into a child process, and the type it is read as.
 SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
+    "check": ("ACCELERATE_CHECK", bool),
     "cpu": ("ACCELERATE_USE_CPU", bool),
     "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
     "debug": ("ACCELERATE_DEBUG_MODE", bool),
@@ -95,8 +94,9 @@ DEEPSPEED_VARIABLES: Mapping[str, str] = {
 
 # Field of `ParallelismConfig` (or of its `cp_handler`) -> type; the published variable is the field in capitals.
 PARALLELISM_FIELDS: Mapping[str, type] = {
-    **{f"{axis}_size": int for axis in (*AXES, "sp")},
+    **{f"{axis}_size": int for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sp")},
     "cp_backend": str,
+    "sp_backend": str,
     "cp_comm_strategy": str,
 }
 
@@ -120,14 +120,15 @@ def read_deepspeed() -> dict[str, str]:
     return {field: os.environ[name] for field, name in DEEPSPEED_VARIABLES.items() if os.environ.get(name)}
 
 
-def read_parallelism() -> dict[str, Any] | None:
-    """Return the fields of `ParallelismConfig` that the environment sets, or None where it asks for no mesh."""
-    if not _read_as(USE_PARALLELISM, bool):
-        return None
-    variables = {field: f"PARALLELISM_CONFIG_{field.upper()}" for field in PARALLELISM_FIELDS}
-    return {
-        field: _read_as(name, PARALLELISM_FIELDS[field]) for field, name in variables.items() if os.environ.get(name)
-    }
+def asks_for_parallelism() -> bool:
+    """Tell whether the environment asks for a mesh."""
+    return bool(_read_as(USE_PARALLELISM, bool))
+
+
+def read_parallelism(field: str) -> Any:
+    """Return a field of `ParallelismConfig` or of its `cp_handler` from the environment, or None where it sets none."""
+    name = f"PARALLELISM_CONFIG_{field.upper()}"
+    return _read_as(name, PARALLELISM_FIELDS[field]) if os.environ.get(name) else None
 
 
 def variable_of(setting: str) -> str:
@@ -159,6 +160,9 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that carry these settings into a child process; None is left out."""
     return {variable_of(name): str(value) for name, value in settings.items() if value is not None}
 
+
+# The exit code of a process that `accelerate launch --check` has found mistakes in.
+FOUND_BY_CHECK = 3
 
 # The folder of a diary, which `accelerate verify-resume` asks a run to keep.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
@@ -305,11 +309,12 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def purge_accelerate_environment(func_or_cls: F) -> F:
-    """Give back, after a function or after every test method of a class, the `ACCELERATE_` variables as they were."""
+    """Give back, after a function or after every test method of a class, the `ACCELERATE_` variables as they were.
+
+    Test methods that a subclass adds are covered too.
+    """
     if isinstance(func_or_cls, type):
-        for name, member in list(vars(func_or_cls).items()):
-            if name.startswith("test") and callable(member):
-                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        _purge_after_tests(func_or_cls)
         return func_or_cls
 
     @wraps(func_or_cls)
@@ -323,6 +328,25 @@ def purge_accelerate_environment(func_or_cls: F) -> F:
             os.environ.update(before)
 
     return cast("F", purged)
+
+
+def _purge_after_tests(cls: Any) -> None:
+    """Cover the test methods of a class, and of every class that is derived from it later."""
+    _cover_tests_of(cls)
+    own = vars(cls).get("__init_subclass__")
+
+    def cover_subclass(subclass: Any, /, **kwargs: Any) -> None:
+        hook = super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass)
+        hook(**kwargs)
+        _cover_tests_of(subclass)
+
+    cls.__init_subclass__ = classmethod(cover_subclass)
+
+
+def _cover_tests_of(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if name.startswith("test") and callable(member):
+            setattr(cls, name, purge_accelerate_environment(member))
 
 
 def _own_variables() -> dict[str, str]:

@@ -70,6 +70,8 @@ class ConfigFile:
     kind: str = "LOCAL_MACHINE"
     unknown: tuple[str, ...] = ()
     """A sentence for every key that nobody reads."""
+    misspelt: tuple[str, ...] = ()
+    """Those of them about a key that is nearly a known one: the value was meant to count."""
     contents: Mapping[str, Any] = field(default_factory=dict)
     """The file as it stands, keys of old in today's form."""
 
@@ -93,6 +95,7 @@ def read_config(path: str | Path) -> ConfigFile:
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     unknown: list[str] = []
+    misspelt: list[str] = []
     for key, value in _flat(contents):
         option = BY_YAML_KEY.get(key) or BY_YAML_KEY.get(f"{key.partition('.')[0]}.{key.rpartition('.')[2]}")
         if option is not None:
@@ -102,6 +105,8 @@ def read_config(path: str | Path) -> ConfigFile:
             unknown.append(f"{path}: nobody reads `{key}: {value}`: it must hold `key: value` lines of its own.")
         elif key not in KNOWN_KEYS:
             unknown.append(_unknown_key(path, key))
+            if _is_misspelt(key, contents):
+                misspelt.append(unknown[-1])
     _check_kind(contents, path)
     _apply_kind(contents, values, keys)
     return ConfigFile(
@@ -110,6 +115,7 @@ def read_config(path: str | Path) -> ConfigFile:
         keys=keys,
         kind=str(contents.get("compute_environment") or "LOCAL_MACHINE"),
         unknown=tuple(unknown),
+        misspelt=tuple(misspelt),
         contents=contents,
     )
 
@@ -243,6 +249,17 @@ def _check_kind(contents: Mapping[str, Any], path: Path) -> None:
 
 def _unknown_key(path: Path, key: str) -> str:
     return f"{path}: nobody reads the key `{key}`.{nearest(key, KNOWN_KEYS)}"
+
+
+def _is_misspelt(key: str, contents: Mapping[str, Any]) -> bool:
+    """Tell a key with a slip of the pen from one of another version: nearly all letters are those of an option."""
+    import difflib
+
+    section, _, inner = key.rpartition(".")
+    known = [each.rpartition(".")[2] for each in BY_YAML_KEY if each.rpartition(".")[0] == section]
+    close = difflib.get_close_matches(inner, known, n=1, cutoff=0.9)
+    there = contents.get(section) if section else contents
+    return bool(close) and abs(len(close[0]) - len(inner)) <= 2 and close[0] not in (there or {})
 
 
 def engine_of_kind(kind: str) -> str | None:

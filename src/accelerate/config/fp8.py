@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..callers import warn
 from ..errors import UnsupportedSettingError
 from .enums import FP8BackendType
 from .plugins import KwargsHandler
@@ -35,13 +35,21 @@ class TERecipeKwargs(KwargsHandler):
     """Tune fp8 through NVIDIA's TransformerEngine, which this version refuses."""
 
     use_autocast_during_eval: bool | None = None
+    """Compute in fp8 in evaluation too."""
     margin: int | None = None
+    """Margin of the scaling factor."""
     interval: int | None = None
+    """Steps between two computations of the scaling factor."""
     fp8_format: str | None = None
+    """"HYBRID", "E4M3" or "E5M2"."""
     amax_history_len: int | None = None
+    """Length of the history of maxima."""
     amax_compute_algo: str | None = None
+    """How a maximum is chosen from the history: "max" or "most_recent"."""
     override_linear_precision: tuple[bool, bool, bool] | None = None
+    """Which products keep a higher precision: forward, gradient of inputs, gradient of weights."""
     use_mxfp8_block_scaling: bool | None = None
+    """Scale by blocks (MXFP8)."""
 
 
 @dataclass
@@ -49,6 +57,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     """Tune fp8 through MS-AMP, which this version refuses."""
 
     opt_level: str | None = None
+    """Level of optimisation: "O1" or "O2"."""
 
 
 @dataclass
@@ -56,6 +65,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Tune fp8 through TransformerEngine or MS-AMP: the older form of the two classes above."""
 
     backend: str | None = None
+    """"TE" or "MSAMP"."""
 
 
 RECIPES: tuple[type[KwargsHandler], ...] = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
@@ -92,10 +102,9 @@ class Fp8Settings:
     def warn_of_other_format(self, mixed_precision: str) -> None:
         """Warn if a recipe was given for a run that does not compute in fp8."""
         if self.in_code is not None:
-            warnings.warn(
+            warn(
                 f"kwargs_handlers has {type(self.in_code).__name__}, which has no effect with "
                 f'mixed_precision={mixed_precision!r}: it is read with "fp8" only.',
-                stacklevel=4,
             )
 
     def refuse_other_engines(self) -> None:

@@ -44,9 +44,11 @@ class LaunchSettings:
     tee: str = "0"
     redirects: str = "0"
     quiet: bool = False
+    check: bool = False
     debug: bool = False
     debug_rank: int | None = None
     explain: bool = False
+    lenient: bool = False
     module: bool = False
     no_python: bool = False
     config_file: str | None = None

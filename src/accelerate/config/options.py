@@ -115,12 +115,12 @@ _LAUNCH = (
         choices=tuple(PrecisionType.list()), yaml="mixed_precision", variable="ACCELERATE_MIXED_PRECISION",
     ),
     Option(
-        name="num_processes", help="processes on all machines together; by default one per accelerator, else one",
+        name="num_processes", help="processes on all machines together; default: one per accelerator, else one",
         group=RESOURCES, read=int, yaml="num_processes",
     ),
     Option(name="num_machines", help="number of machines", group=RESOURCES, read=int, yaml="num_machines"),
     Option(
-        name="num_cpu_threads_per_process", help="threads per process; by default the cores are shared out",
+        name="num_cpu_threads_per_process", help="threads per process; by default an equal share of the cores",
         group=RESOURCES, read=int, variable="OMP_NUM_THREADS",
     ),
     Option(
@@ -132,14 +132,14 @@ _LAUNCH = (
         yaml="deepspeed_config.gradient_accumulation_steps", variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     ),
     Option(
-        name="gpu_ids", help='which accelerators of this machine, as "0,1" or "all"', group=MACHINES, yaml="gpu_ids"
+        name="gpu_ids", help='accelerators of this machine to use, as "0,1" or "all"', group=MACHINES, yaml="gpu_ids"
     ),
     Option(
         name="same_network", help="the machines share a local network; has no effect", group=MACHINES, switch=True,
         default=False, read=yes_no, yaml="same_network",
     ),
     Option(
-        name="machine_rank", help="which machine this is, from 0", group=MACHINES, read=int, yaml="machine_rank",
+        name="machine_rank", help="number of this machine, from 0", group=MACHINES, read=int, yaml="machine_rank",
         variable="NODE_RANK",
     ),
     Option(
@@ -151,11 +151,11 @@ _LAUNCH = (
         group=MACHINES, read=int, yaml="main_process_port", variable="MASTER_PORT",
     ),
     Option(
-        name="nnodes", help="MIN:MAX machines that may come and go (elastic; implies --rdzv_backend c10d)",
+        name="nnodes", help="MIN:MAX machines, for elastic launches (implies --rdzv_backend c10d)",
         group=MACHINES,
     ),
     Option(
-        name="rdzv_backend", help="how the machines meet: static or c10d", group=MACHINES, default="static",
+        name="rdzv_backend", help="rendezvous backend: static or c10d", group=MACHINES, default="static",
         yaml="rdzv_backend",
     ),
     Option(
@@ -164,23 +164,23 @@ _LAUNCH = (
     ),
     Option(name="role", help="name of the worker group, for torchelastic", group=MACHINES, default="default"),
     Option(
-        name="max_restarts", help="restarts of the whole group after a failure", group=MACHINES, read=int, default=0,
+        name="max_restarts", help="restarts of all processes after a failure", group=MACHINES, read=int, default=0,
         yaml="max_restarts",
     ),
     Option(
-        name="monitor_interval", help="seconds between two looks at the processes", group=MACHINES, read=float,
+        name="monitor_interval", help="seconds between two checks of the processes", group=MACHINES, read=float,
         default=0.1, yaml="monitor_interval",
     ),
     Option(
-        name="grace_period", help="seconds to save and end after Ctrl-C or SIGTERM, before SIGKILL", group=MACHINES,
+        name="grace_period", help="seconds to save and exit after Ctrl-C or SIGTERM, before SIGKILL", group=MACHINES,
         read=float, default=30.0, yaml="grace_period",
     ),
     Option(
-        name="mpirun_hostfile", help="start the processes by mpirun on the hosts of this file", group=MACHINES,
+        name="mpirun_hostfile", help="start the processes with mpirun on the hosts of this file", group=MACHINES,
         yaml="mpirun_config.mpirun_hostfile",
     ),
     Option(
-        name="log_dir", help="a folder for each rank's output; the terminal then shows the main process only",
+        name="log_dir", help="folder for the output of every rank; the terminal then shows the main process only",
         group=OUTPUT, yaml="log_dir",
     ),
     Option(
@@ -189,10 +189,14 @@ _LAUNCH = (
     ),
     Option(
         name="redirects", short=("-r",), default="0", group=OUTPUT,
-        help="write to files in --log_dir instead of the terminal: as for --tee",
+        help="write to files in --log_dir instead of the terminal; values as for --tee",
     ),
     Option(
         name="quiet", short=("-q",), switch=True, group=OUTPUT, help="report a failure in one line instead of a panel"
+    ),
+    Option(
+        name="check", switch=True, group=OUTPUT, read=yes_no, variable="ACCELERATE_CHECK",
+        help="run two optimizer steps, look for mistakes on every rank, list them with their lines, and exit",
     ),
     Option(
         name="debug", switch=True, group=OUTPUT, read=yes_no, yaml="debug", variable="ACCELERATE_DEBUG_MODE",
@@ -206,8 +210,12 @@ _LAUNCH = (
         name="explain", switch=True, default=False, group=OUTPUT,
         help="print every setting with its origin and the plan of processes, and start nothing",
     ),
+    Option(
+        name="lenient", switch=True, default=False, group=OUTPUT,
+        help="launch even if the configuration file has a key that looks misspelt",
+    ),
     Option(name="module", short=("-m",), switch=True, group=SCRIPT, help="the script is a module, as for python -m"),
-    Option(name="no_python", switch=True, group=SCRIPT, help="the script is a program of its own, not Python"),
+    Option(name="no_python", switch=True, group=SCRIPT, help="the script is an executable program, not Python"),
     Option(
         name="main_training_function", group=SCRIPT, yaml="main_training_function",
         help="function that a TPU pod would call; has no effect here",
@@ -221,7 +229,7 @@ _COMPILE = (
         engine=COMPILE,
     ),
     Option(
-        name="dynamo_mode", help="how hard to optimise", group=COMPILE, default="default",
+        name="dynamo_mode", help="optimisation mode of torch.compile", group=COMPILE, default="default",
         choices=("default", "reduce-overhead", "max-autotune"), yaml="dynamo_config.dynamo_mode",
         variable="ACCELERATE_DYNAMO_MODE", engine=COMPILE,
     ),
@@ -280,7 +288,7 @@ _FSDP = (
         "fsdp_reshard_after_forward": ("free gathered parameters after the forward pass", "true"),
         "fsdp_auto_wrap_policy": ("how to choose the sharded modules",),
         "fsdp_backward_prefetch": ("when to gather for the backward pass (FSDP1)",),
-        "fsdp_state_dict_type": ("form of saved states",),
+        "fsdp_state_dict_type": ("format of saved states",),
         "fsdp_forward_prefetch": ("gather the next module early (FSDP1)", "false"),
         "fsdp_use_orig_params": ("keep the original parameters (FSDP1)", "true"),
         "fsdp_cpu_ram_efficient_loading": ("load weights on the first process only", "true"),
@@ -297,13 +305,13 @@ _FSDP = (
 _PARALLELISM = (
     _use("use_parallelism_config", PARALLELISM),
     *_rows(PARALLELISM, "parallelism_config", "", {
-        "parallelism_config_dp_replicate_size": ("copies of the sharded model", 1, int),
-        "parallelism_config_dp_shard_size": ("processes that share one copy", 1, int),
+        "parallelism_config_dp_replicate_size": ("number of replicas of the sharded model", 1, int),
+        "parallelism_config_dp_shard_size": ("processes that share one replica", 1, int),
         "parallelism_config_tp_size": ("processes that split each layer", 1, int),
         "parallelism_config_cp_size": ("processes that split each sequence", 1, int),
         "parallelism_config_pp_size": ("processes that each hold some of the layers", 1, int),
         "parallelism_config_cp_backend": ("engine of context parallelism", "torch", str, ("torch",)),
-        "parallelism_config_cp_comm_strategy": ("how keys and values travel", "allgather"),
+        "parallelism_config_cp_comm_strategy": ("how keys and values are exchanged", "allgather"),
         "parallelism_config_sp_size": ("processes of sequence parallelism", 1, int),
         "parallelism_config_sp_backend": ("engine of sequence parallelism", "deepspeed", str, ("deepspeed",)),
         "parallelism_config_sp_seq_length": ("sequence length",),
@@ -316,8 +324,8 @@ _DEEPSPEED = (
     _use("use_deepspeed", DEEPSPEED),
     *_rows(DEEPSPEED, "deepspeed_config", "ACCELERATE_DEEPSPEED_", {
         "zero_stage": ("ZeRO stage, 0 to 3", None, int),
-        "offload_optimizer_device": ("where optimizer states live: none, cpu, nvme",),
-        "offload_param_device": ("where parameters live: none, cpu, nvme",),
+        "offload_optimizer_device": ("device for optimizer states: none, cpu, nvme",),
+        "offload_param_device": ("device for parameters: none, cpu, nvme",),
         "offload_optimizer_nvme_path": ("folder of offloaded optimizer states",),
         "offload_param_nvme_path": ("folder of offloaded parameters",),
         "zero3_save_16bit_model": ("gather 16-bit weights when saving under ZeRO-3",),
@@ -329,8 +337,8 @@ _DEEPSPEED = (
             ("deepspeed_config_file", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "DeepSpeed's own JSON file", str),
             ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", "largest norm of the gradients", float),
             ("zero3_init_flag", "ACCELERATE_DEEPSPEED_ZERO3_INIT", "build the model in shards (ZeRO-3)", str),
-            ("deepspeed_hostfile", None, "the machines, in DeepSpeed's form", str),
-            ("deepspeed_exclusion_filter", None, "machines or devices to leave out", str),
+            ("deepspeed_hostfile", None, "the machines, in DeepSpeed's hostfile format", str),
+            ("deepspeed_exclusion_filter", None, "machines or devices to exclude", str),
             ("deepspeed_inclusion_filter", None, "machines or devices to use", str),
             ("deepspeed_multinode_launcher", None, "how other machines are started", str),
             ("deepspeed_moe_layer_cls_names", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "MoE leaf modules", str),
@@ -378,13 +386,13 @@ _FP8 = tuple(
         variable=None if name == "override_linear_precision" else f"ACCELERATE_FP8_{name.upper()}",
     )
     for name, key, text, default, reader, choices in (
-        ("backend", "backend", "who computes in fp8", None, str, ("ao", "te", "msamp")),
-        ("use_autocast_during_eval", "use_autocast_during_eval", "fp8 in evaluation too", False, yes_no, None),
+        ("backend", "backend", "fp8 library", None, str, ("ao", "te", "msamp")),
+        ("use_autocast_during_eval", "use_autocast_during_eval", "use fp8 in evaluation too", False, yes_no, None),
         ("margin", "margin", "margin of the scaling factor", 0, int, None),
         ("interval", "interval", "steps between two scalings", 1, int, None),
         ("format", "fp8_format", "number format", "HYBRID", str, ("HYBRID", "E4M3", "E5M2")),
         ("amax_history_len", "amax_history_len", "length of the history of maxima", 1024, int, None),
-        ("amax_compute_algo", "amax_compute_algo", "how maxima are chosen", "most_recent", str, ("max", "most_recent")),
+        ("amax_compute_algo", "amax_compute_algo", "choice of the maximum", "most_recent", str, ("max", "most_recent")),
         ("override_linear_precision", "override_linear_precision", "fprop,dgrad,wgrad in higher precision",
          (False, False, False), three_yes_no, None),
         ("opt_level", "opt_level", "MS-AMP's level", "O2", str, ("O1", "O2")),

@@ -38,13 +38,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     from packaging.version import parse  # on first use: every run asks which packages there are, few ask for versions
 
     if operation not in OPERATIONS:
-        raise ValueError(f"{operation!r} compares nothing: choose one of {', '.join(OPERATIONS)}.")
+        raise ValueError(f"`operation` must be one of {', '.join(OPERATIONS)}, not {operation!r}.")
     if isinstance(library_or_version, str):
         try:
             library_or_version = parse(installed_version(library_or_version))
         except PackageNotFoundError:
             raise PackageNotFoundError(
-                f"{library_or_version} is not installed, so that its version cannot be compared."
+                f"{library_or_version} is not installed, so its version cannot be compared."
             ) from None
     return OPERATIONS[operation](library_or_version, parse(requirement_version))
 

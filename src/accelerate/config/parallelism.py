@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from .environment import read_parallelism
+from .meshes import mesh_over
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +39,7 @@ class TorchContextParallelConfig:
     """How keys and values travel: "allgather" (default) or "alltoall", which passes them around a ring."""
 
     def __post_init__(self) -> None:
-        self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
+        self.cp_comm_strategy = self.cp_comm_strategy or read_parallelism("cp_comm_strategy") or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown: choose allgather or alltoall.")
 
@@ -93,7 +96,7 @@ class PipelineConfig:
             fit = [n for n in range(1, 4 * stages + 1) if n % max(1, n // pp_size) == 0]
             raise ValueError(
                 f'PipelineConfig(microbatches={count}): "interleaved" on {pp_size} processes passes them on in equal '
-                f"rounds. Numbers that would do: {', '.join(map(str, fit[-12:]))}."
+                f"rounds. Numbers that work: {', '.join(map(str, fit[-12:]))}."
             )
         return count
 
@@ -102,7 +105,8 @@ class PipelineConfig:
 class ParallelismConfig:
     """Say how many processes stand along each axis; their product is the number of processes.
 
-    A size of -1 on one of the two data axes means "whatever is left".
+    A size of -1 on one of the two data axes means "whatever is left". A field that is left out comes from the
+    environment (`PARALLELISM_CONFIG_TP_SIZE` and so on), or has its default.
     """
 
     dp_replicate_size: int | None = None
@@ -114,11 +118,17 @@ class ParallelismConfig:
     cp_size: int | None = None
     """Processes that split every sequence: context parallelism."""
     cp_backend: str | None = None
+    """Who splits sequences: "torch", the only choice."""
     sp_size: int | None = None
+    """Processes of DeepSpeed's sequence parallelism. More than 1 is refused by this version."""
     sp_backend: str | None = None
+    """Who would run sequence parallelism."""
     tp_handler: TorchTensorParallelConfig | None = None
+    """Details of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
+    """Details of context parallelism."""
     sp_handler: Any = None
+    """Details of sequence parallelism. Nothing reads it."""
     pp_size: int | None = None
     """Processes that each hold some of the layers: pipeline parallelism."""
     pp_handler: PipelineConfig | None = None
@@ -130,7 +140,9 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size"):
             size = getattr(self, name)
-            size = 1 if size is None else size
+            if size is None:
+                said = read_parallelism(name)
+                size = 1 if said is None else said
             may_be_rest = name.startswith("dp_")
             if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
                 raise ValueError(
@@ -140,8 +152,8 @@ class ParallelismConfig:
             setattr(self, name, size)
         if self.dp_replicate_size == self.dp_shard_size == REST:
             raise ValueError("ParallelismConfig: only one of dp_replicate_size and dp_shard_size can be -1.")
-        self.cp_backend = self.cp_backend or "torch"
-        self.sp_backend = self.sp_backend or "deepspeed"
+        self.cp_backend = self.cp_backend or read_parallelism("cp_backend") or "torch"
+        self.sp_backend = self.sp_backend or read_parallelism("sp_backend") or "deepspeed"
         if self.cp_backend != "torch":
             raise ValueError(f"ParallelismConfig(cp_backend={self.cp_backend!r}) is unknown: choose torch.")
         if self.tp_handler is None and self.tp_enabled:
@@ -267,25 +279,26 @@ class ParallelismConfig:
             f"{num_processes}. {remedy}."
         )
 
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the names and the sizes of the axes that have more than one process."""
+        axes = tuple(self.active_mesh_dims)
+        return axes, tuple(map(self.size, axes))
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Make the mesh of all processes, with the flattened views `dp`, `dp_shard_cp` and `dp_cp` where they exist."""
-        from torch.distributed.device_mesh import init_device_mesh
+        self.device_mesh = mesh_over(*self._get_mesh(), device_type, VIEWS)
+        return self.device_mesh
 
-        axes = self.active_mesh_dims
-        if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names:
-            axes = [axis for axis in AXES if axis in axes or axis == "dp_shard"]  # FSDP2 wants an axis to shard over
-        mesh = init_device_mesh(device_type, tuple(self.size(axis) for axis in axes), mesh_dim_names=tuple(axes))
-        for view, members in VIEWS.items():
-            names = tuple(axis for axis in axes if axis in members)
-            if names:
-                mesh[names]._flatten(view)
-        self.device_mesh = mesh
-        return mesh
-
-    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, made on first use where a device type is given."""
-        if self.device_mesh is None and device_type is not None:
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Return the mesh, made on first use."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError(
+                    "get_device_mesh() was called before there is a mesh: you need to pass a device_type, such as "
+                    '"cuda", to build it.'
+                )
             self.build_device_mesh(device_type)
+        assert self.device_mesh is not None
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:

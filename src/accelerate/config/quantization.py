@@ -43,8 +43,7 @@ class BnbQuantizationConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not True or False.")
         if self.load_in_8bit == self.load_in_4bit:
-            said = "both" if self.load_in_8bit else "neither"
-            raise ValueError(f"load_in_8bit and load_in_4bit: {said} of them was asked for. Choose one.")
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}: choose one.")
         if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, (int, float)):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} is not a number.")
         if self.bnb_4bit_quant_type not in _CODES:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedSettingError
-from .compilation import DEFAULTS, SETTING_OF_FIELD, TorchDynamoPlugin, backend_named
+from .compilation import SETTING_OF_FIELD, TorchDynamoPlugin
 from .deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .enums import PrecisionType
 from .environment import (
     asks_for_deepspeed,
+    asks_for_parallelism,
     read,
     read_fsdp,
-    read_parallelism,
     read_setting,
     requested_engine,
     variable_of,
 )
 from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
-from .parallelism import ParallelismConfig, TorchContextParallelConfig
+from .parallelism import ParallelismConfig
 from .plugins import GradientAccumulationPlugin
 from .sharding import FullyShardedDataParallelPlugin
 
@@ -65,7 +65,7 @@ class TrainingSettings:
         gradient_accumulation_steps: int,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        fsdp_plugin: Any = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | DeepSpeedPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> TrainingSettings:
@@ -79,9 +79,9 @@ class TrainingSettings:
         if gradient_accumulation_plugin is not None:
             if gradient_accumulation_steps != 1:
                 raise ValueError(
-                    f"Accelerator was given gradient_accumulation_steps={gradient_accumulation_steps} and a "
-                    "gradient_accumulation_plugin: give the number in one place, "
-                    "GradientAccumulationPlugin(num_steps=...)."
+                    "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`, and "
+                    f"there is gradient_accumulation_steps={gradient_accumulation_steps} beside a plugin: give the "
+                    "number as GradientAccumulationPlugin(num_steps=...)."
                 )
             plugin, origin = gradient_accumulation_plugin, "code"
             if plugin.num_steps is None:
@@ -94,6 +94,9 @@ class TrainingSettings:
             plugin, origin = GradientAccumulationPlugin(num_steps=steps.value), steps.origin
         if not isinstance(plugin.num_steps, int) or plugin.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be 1 or more, not {plugin.num_steps!r} ({origin}).")
+        if fsdp_plugin is not None and not isinstance(fsdp_plugin, FullyShardedDataParallelPlugin):
+            found = type(fsdp_plugin).__name__
+            raise TypeError(f"`fsdp_plugin` must be a FullyShardedDataParallelPlugin object, not a {found}.")
         compilation, compilation_origins = resolve_compilation(dynamo_plugin)
         return cls(
             mixed_precision=str(PrecisionType(str(precision.value))),
@@ -101,7 +104,7 @@ class TrainingSettings:
             compilation=compilation,
             sharding=fsdp_plugin or _sharding_from_environment(),
             deepspeed=deepspeed,
-            parallelism=parallelism_config or _parallelism_from_environment(),
+            parallelism=parallelism_config or (ParallelismConfig() if asks_for_parallelism() else None),
             origins={
                 "mixed_precision": precision.origin,
                 "gradient_accumulation_steps": origin,
@@ -122,19 +125,13 @@ class TrainingSettings:
 
 
 def resolve_compilation(in_code: TorchDynamoPlugin | None) -> tuple[TorchDynamoPlugin, dict[str, str]]:
-    """Fill what the code leaves out of a plugin, field by field; return it and the origins by setting."""
+    """Return how models are compiled, and the origins of its values by setting."""
     plugin = in_code if in_code is not None else TorchDynamoPlugin()
-    found = {
-        field: resolve(setting, getattr(plugin, field), DEFAULTS.get(field))
+    origins = {
+        setting: resolve(setting, True if field in plugin.in_code else None, None).origin
         for field, setting in SETTING_OF_FIELD.items()
     }
-    try:
-        backend = backend_named(found["backend"].value)
-    except ValueError as error:
-        raise ValueError(f"dynamo_backend (from {found['backend'].origin}): {error}") from None
-    resolved = replace(plugin, **{field: item.value for field, item in found.items()} | {"backend": backend})
-    origins = {SETTING_OF_FIELD[field]: item.origin for field, item in found.items()}
-    return resolved, origins if resolved.compiles else {}
+    return plugin, origins if plugin.compiles else {}
 
 
 def resolve_deepspeed(
@@ -186,19 +183,11 @@ def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
     return None if words is None else FullyShardedDataParallelPlugin.from_words(words)
 
 
-def _parallelism_from_environment() -> ParallelismConfig | None:
-    fields = read_parallelism()
-    if fields is None:
-        return None
-    way_of_keys = fields.pop("cp_comm_strategy", None)
-    return ParallelismConfig(**fields, cp_handler=way_of_keys and TorchContextParallelConfig(way_of_keys))
-
-
 def check_precision(name: str, origin: str) -> None:
     """Refuse an unknown number format."""
     if name not in PrecisionType:
         raise ValueError(
-            f"mixed_precision={name!r} (from {origin}) is unknown: choose one of {', '.join(PrecisionType.list())}."
+            f"Unknown mixed_precision mode: {name} (from {origin}). Choose one of {', '.join(PrecisionType.list())}."
         )
 
 

@@ -38,6 +38,7 @@ class FullyShardedDataParallelPlugin:
     reshard_after_forward: Any = None
     """Free a block's gathered parameters after its forward pass (True), or keep them for the backward pass."""
     backward_prefetch: Any = None
+    """Has no effect: FSDP2 gathers the next unit of the backward pass by itself."""
     mixed_precision_policy: Any = None
     """A `MixedPrecisionPolicy`, its fields as a dict, or "bf16"/"fp16"; without one, the Accelerator's precision."""
     auto_wrap_policy: str | Callable[..., bool] | None = None
@@ -49,13 +50,19 @@ class FullyShardedDataParallelPlugin:
     state_dict_type: Any = None
     """How `save_state` writes: SHARDED_STATE_DICT (every process its part) or FULL_STATE_DICT (one file)."""
     state_dict_config: Any = None
+    """Has no effect: it belongs to FSDP1."""
     optim_state_dict_config: Any = None
+    """Has no effect: it belongs to FSDP1."""
     limit_all_gathers: bool = True
+    """Has no effect: FSDP2 limits them by itself."""
     use_orig_params: bool | None = None
+    """Has no effect: FSDP2 always keeps the original parameters."""
     param_init_fn: Callable[[nn.Module], None] | None = None
     """Initialise a module of a model made on the meta device; by default its `reset_parameters`."""
     sync_module_states: bool | None = None
+    """Has no effect: see `cpu_ram_efficient_loading`."""
     forward_prefetch: bool | None = None
+    """Has no effect: FSDP2 gathers the next unit of the forward pass by itself."""
     activation_checkpointing: bool | None = None
     """Recompute the units' activations in the backward pass."""
     activation_checkpointing_offload: bool | None = None

@@ -27,6 +27,7 @@ from ..runtime.runtime import Runtime
 from .loaders import PreparedLoader, marking_last
 from .order import SynchronizedRandomSampler
 from .position import Position
+from .stateful import stateful_class
 from .streams import IterableDatasetShard
 
 _STOP, _TENSORS, _OBJECTS, _FAILED = 0, 1, 2, 3
@@ -54,6 +55,8 @@ class DataLoaderDispatcher(PreparedLoader):
         device: torch.device | None = None,
         **kwargs: Any,
     ) -> None:
+        if use_stateful_dataloader:
+            self.__class__ = stateful_class(type(self))
         runtime = Runtime.current()
         super().__init__(
             dataset,
@@ -85,8 +88,18 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def base_batch_size(self) -> int | None:
         """Return the samples of a batch of the plain loader."""
-        own: int | None = getattr(self.batch_sampler, "batch_size", None) or self.batch_size
+        own: int | None = getattr(self.batches, "batch_size", None) or self.batch_size
         return own
+
+    @property
+    def batches_per_read(self) -> int:
+        """Return 1: the process that reads reads all."""
+        return 1
+
+    @property
+    def samples_per_read(self) -> int:
+        """Return the samples of a batch of the plain loader."""
+        return self.base_batch_size or 1
 
     def __len__(self) -> int:
         batches = DataLoader.__len__(self) - self.skip_batches
@@ -110,14 +123,29 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
-        sent = self._sent_rounds(resume) if self._runtime.is_main_process else self._received_rounds()
+        if self.num_processes == 1:
+            sent = self._own_rounds(resume)
+        else:
+            sent = self._sent_rounds(resume) if self._runtime.is_main_process else self._received_rounds()
         for part, is_last, num_real in sent:
-            self.partial_round = None if num_real < 0 else self._partial_round(num_real)
+            self.partial_round = self._partial_round(self.total_batch_size if num_real < 0 else num_real)
             if is_last:
                 self._mark_last(self.partial_round)
             self.cursor.batches += self.batches_per_round
             self.gradient_state._bring_forward(self)
             yield part if place is None else place(part)
+
+    def _own_rounds(self, resume: Position | None) -> Iterator[tuple[Any, bool, int]]:
+        """Read for this process alone: nothing travels, and a short last batch stays short."""
+        for (batch,), is_last in marking_last(self._read_rounds(resume)):
+            yield batch, is_last, self._samples_of_last(batch) if is_last else -1
+
+    def _samples_of_last(self, batch: Any) -> int:
+        """Return the number of samples of a short last batch, -1 for a full one."""
+        if self.remainder >= 0:  # the length of the data is known
+            return self.remainder or -1
+        size, full = find_batch_size(batch), self.base_batch_size
+        return size if size is not None and full is not None and size < full else -1
 
     # --- the process that reads -----------------------------------------------------------------------------------
 
@@ -142,12 +170,16 @@ class DataLoaderDispatcher(PreparedLoader):
     def _read_rounds(self, resume: Position | None) -> Iterator[list[Any]]:
         batches = self._open(resume)
         while True:
-            if isinstance(self.dataset, IterableDatasetShard) and self.dataset.keeps_states:
-                self._state_before_round = copy.deepcopy(self.dataset.dataset.state_dict())
+            self._note_state()
             taken = list(islice(batches, self.batches_per_round))
             if not taken or (self._drop_last and len(taken) < self.batches_per_round):
                 return
             yield taken
+
+    def _note_state(self) -> None:
+        super()._note_state()
+        if isinstance(self.dataset, IterableDatasetShard) and self.dataset.keeps_states:
+            self._state_before_round = copy.deepcopy(self.dataset.dataset.state_dict())
 
     def _dataset_state(self) -> Any:
         return self._state_before_round  # of the round that was read ahead: it is not handed out yet
@@ -174,7 +206,7 @@ class DataLoaderDispatcher(PreparedLoader):
         """Fill a round whose batches cannot be concatenated: ranks without one get a batch of the first round."""
         if self.split_batches:
             return self._cut(batches[0]), -1
-        num_real = sum(_length(batch) for batch in batches)
+        num_real = len(batches) if self.data_makes_batches else sum(_length(batch) for batch in batches)
         missing = self.batches_per_round - len(batches)
         filling = [first_round[index % len(first_round)] for index in range(missing)]
         return [*batches, *filling], num_real

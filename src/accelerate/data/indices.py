@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, islice
 from typing import Any
 
@@ -50,6 +50,8 @@ class IndexSource:
         self.start = 0
         self.key: dict[str, Any] | None = None
         """What the next epoch's order is to be drawn from; None to draw a new one."""
+        self.length_of_last_batch = 0
+        """Samples of the batch that was drawn last, from a batch sampler that is only known by iterating."""
         self._drawn: Iterator[Any] | None = None
 
     def draw_first(self) -> None:
@@ -75,4 +77,6 @@ class IndexSource:
         elif sized_sampler(self.samples) is not None:
             yield from BatchSamplerShard(self.samples, 1, 0, even_batches=False).iterate_from(start)
         else:
-            yield from islice(iter(self.samples), start, None)
+            for indices in islice(iter(self.samples), start, None):
+                self.length_of_last_batch = len(indices) if isinstance(indices, Sized) else 0
+                yield indices

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..callers import warn
 from ..runtime import device as devices
 from ..runtime import phases
 from ..runtime.gradient_state import GradientState
@@ -18,7 +18,7 @@ from ..runtime.nested import send_to_device
 from ..runtime.progress import progress
 from .indices import IndexSource
 from .metrics import PartialRound
-from .order import OrderKeeper
+from .order import OrderKeeper, innermost_sampler
 from .plan import DataPlan
 from .position import Position, PositionError
 from .streams import IterableDatasetShard
@@ -37,6 +37,8 @@ class PreparedLoader(DataLoader[Any]):
 
     device: torch.device | None
     split_batches = False
+    is_stateful = False
+    """This is torchdata's `StatefulDataLoader` as well."""
     _is_accelerate_prepared = True
 
     def __init__(
@@ -64,7 +66,7 @@ class PreparedLoader(DataLoader[Any]):
         self.partial_round: PartialRound | None = None
         """The current round, where it is not full."""
         self.keeper = OrderKeeper(self.get_sampler())
-        self.index_source = IndexSource(super()._index_sampler, self.keeper)
+        self.index_source = self._new_index_source(super()._index_sampler)
         self._drop_last = drops_last
         self._non_blocking = non_blocking
         self.cursor = Cursor()
@@ -82,6 +84,29 @@ class PreparedLoader(DataLoader[Any]):
         source = self.__dict__.get("index_source")
         return super()._index_sampler if source is None else source
 
+    def _new_index_source(self, samples: Any) -> IndexSource:
+        return IndexSource(samples, self.keeper)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Tell whether this is torchdata's `StatefulDataLoader` as well."""
+        return self.is_stateful
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """Return the loader that reads: this one."""
+        return self
+
+    @property
+    def batches(self) -> Any:
+        """Return what yields batches of indices: the batch sampler, or a sampler in its place."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def data_makes_batches(self) -> bool:
+        """Tell whether an iterable data set yields batches of its own making, which count as one sample each."""
+        return self.batch_sampler is None and isinstance(self.dataset, IterableDataset)
+
     @property
     def total_batch_size(self) -> int:
         """Return the samples that all processes consume in one step."""
@@ -91,6 +116,16 @@ class PreparedLoader(DataLoader[Any]):
     def batches_per_round(self) -> int:
         """Return how many base batches one step consumes."""
         return 1 if self.split_batches else self.num_processes
+
+    @property
+    def batches_per_read(self) -> int:
+        """Return how many base batches are consumed when this process reads one."""
+        return self.batches_per_round
+
+    @property
+    def samples_per_read(self) -> int:
+        """Return the samples of a full batch that this process reads."""
+        return self.total_batch_size // self.num_processes
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches // self.batches_per_round)
@@ -113,14 +148,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def get_sampler(self) -> Any:
         """Return the sampler that decides the order."""
-        found = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        while (inner := getattr(found, "sampler", None)) is not None:
-            found = inner
-        return found
+        return innermost_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
         """Let another sampler decide the order, from the next epoch on."""
-        holder: Any = self.batch_sampler
+        holder: Any = self.batches
         while hasattr(holder, "batch_sampler"):
             holder = holder.batch_sampler
         holder.sampler = sampler
@@ -171,10 +203,9 @@ class PreparedLoader(DataLoader[Any]):
         if self._resume is not None:
             return self._resume.to_dict()
         if not getattr(self, "in_order", True):
-            warnings.warn(
-                "A loader with in_order=False hands out batches in the order its workers finish, so the number of "
-                "batches does not say which they were: this position may repeat some and leave out others.",
-                stacklevel=2,
+            warn(
+                "A loader with in_order=False returns batches in the order its workers finish, so the number of "
+                "batches does not identify them: this position may repeat some and leave out others.",
             )
         if not self._is_in_epoch:
             position = Position(
@@ -199,14 +230,32 @@ class PreparedLoader(DataLoader[Any]):
         """Let the next iteration go on from a position, saved on this or another number of processes."""
         position = Position.from_dict(state_dict)
         position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
+        self._refuse_another_world(position)
         self._resume = position
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
+
+    @property
+    def is_amid_epoch(self) -> bool:
+        """Tell whether an epoch was begun and has more batches."""
+        return self._is_in_epoch and not self.end_of_dataloader
+
+    def rewind(self) -> None:
+        """Begin the epoch of a loaded position with its first batch, in the order that the epoch had."""
+        if self._resume is not None:
+            self._resume = replace(self._resume, batches=0, dataset=None)
+
+    def _refuse_another_world(self, position: Position) -> None:
+        """Raise `PositionError` for a position that does not hold on this number of processes."""
 
     def _dataset_state(self) -> Any:
         """Return the state that an iterable data set keeps itself, as of the batches handed out."""
         return (
             self.dataset.states[-1] if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states else None
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out an iteration that is under way: its iterator belongs to this process."""
+        return {**self.__dict__, "_iterator": None}
 
     def reset(self) -> None:
         """Forget how far the last iteration came."""
@@ -272,19 +321,25 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = True
         self.partial_round = partial
         if partial is not None:
-            self.remainder = sum(partial.counts)
+            self.remainder = sum(partial.counts) % self.total_batch_size
 
-    def _partial_round(self, num_real: int, rank: int | None = None) -> PartialRound | None:
+    def _partial_round(self, num_real: int) -> PartialRound | None:
         """Deal the real samples of a round to the ranks in order; None where all are full.
 
-        Give the rank where its batch holds no more than its real samples; else batches are filled up.
+        Batches that the data set makes may have any length, so no round of them is known to be full.
         """
         share = self.total_batch_size // self.num_processes
-        if num_real == share * self.num_processes:
+        if num_real == share * self.num_processes and not (self.data_makes_batches and self.num_processes > 1):
             return None
         counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
-        rows = share if rank is None else counts[rank]
-        return PartialRound(counts=counts, full=share, rows=rows, uneven=rank is not None, group=self.group)
+        filled = self._fills_last()
+        rows = share if filled else counts[self._own_place()]
+        alike = filled and not self.data_makes_batches
+        return PartialRound(counts=counts, full=share, rows=rows, uneven=not alike, group=self.group)
+
+    def _own_place(self) -> int:
+        """Return this process's number among those that see different samples."""
+        return 0
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
         """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""
@@ -292,15 +347,15 @@ class PreparedLoader(DataLoader[Any]):
             return self._open_stream(self.dataset, resume)
         if isinstance(self.dataset, IterableDataset):  # handed to the class directly, without `prepare`
             return self._read_on(super().__iter__())
-        self.index_source.start = self._index_start()
+        self.index_source.start = self._index_place(self._start)
         if resume is None:
             return super().__iter__()
         self.index_source.key = resume.order
-        if resume.batches == 0 and "generator" in resume.order:
+        if not resume.begun and "generator" in resume.order:
             # Saved between two epochs: the loader's own draw from this generator is still to come.
             self.keeper.begin_epoch(self.index_source.key)
             self.index_source.key = None
-        with _generator_restored() if resume.begun else nullcontext():
+        with generator_restored() if resume.begun else nullcontext():
             batches: Iterator[Any] = super().__iter__()
             if resume.begun and self.num_workers == 0:  # workers have drawn their first indices by now
                 self.index_source.draw_first()
@@ -311,7 +366,7 @@ class PreparedLoader(DataLoader[Any]):
         stream.begin(keep_states=self.num_workers == 0 and stream.has_state)
         if resume is None and self._start == 0:
             return super().__iter__()
-        with _generator_restored() if resume is not None and resume.begun else nullcontext():
+        with generator_restored() if resume is not None and resume.begun else nullcontext():
             if resume is not None and resume.dataset is not None and stream.keeps_states:
                 stream.dataset.load_state_dict(resume.dataset)
                 return super().__iter__()
@@ -324,15 +379,15 @@ class PreparedLoader(DataLoader[Any]):
                 return super().__iter__()
             if resume is not None and resume.num_processes != self.num_processes:
                 raise PositionError(
-                    f"An iterable data set with {self.num_workers} workers deals batches by worker, so its position "
-                    f"holds for {resume.num_processes} processes only and this run has {self.num_processes}. Resume on "
-                    f"{resume.num_processes}, or use at most one worker, not a persistent one."
+                    f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
+                    f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
+                    f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
                 )
             return self._read_on(super().__iter__())
 
     def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Read the batches before the position, and drop them."""
-        for _ in progress(range(self._start // self.batches_per_round), "Reading on to the position", "batches"):
+        for _ in progress(range(self._start // self.batches_per_read), "Reading on to the position", "batches"):
             next(batches, None)
         return batches
 
@@ -342,18 +397,21 @@ class PreparedLoader(DataLoader[Any]):
             if stream.has_state
             else "give it state_dict() and load_state_dict()"
         )
-        warnings.warn(
+        warn(
             f"{type(stream.dataset).__name__} is read from its beginning to come back to batch {self._start} of epoch "
             f"{self.iteration}. To seek instead, {remedy}, or use a map-style data set.",
-            stacklevel=6,
         )
 
     def _stream_start(self) -> int:
         """Return the batches of an iterable data set that were consumed."""
         return self._start
 
-    def _index_start(self) -> int:
-        return self._start
+    def _index_place(self, batches: int) -> int:
+        """Return where the indices begin after so many base batches."""
+        return batches
+
+    def _note_state(self) -> None:
+        """Take note of the state before a batch is read ahead, which is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:
         device = self.device
@@ -363,7 +421,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 @contextmanager
-def _generator_restored() -> Iterator[None]:
+def generator_restored() -> Iterator[None]:
     """Put torch's generator back afterwards: opening a loader draws numbers that a running one drew long ago."""
     state = torch.get_rng_state()
     try:

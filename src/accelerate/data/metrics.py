@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime.collectives import gather
+from ..runtime.collectives import gather, gather_object
 from ..runtime.nested import recursively_apply
 
 
@@ -24,7 +24,7 @@ class PartialRound:
     rows: int
     """Samples in this rank's batch, repeated ones included."""
     uneven: bool = False
-    """The ranks' batches hold different numbers of samples."""
+    """The ranks' batches may hold different numbers of samples."""
     group: Any = None
     """The ranks that see different samples: None for all."""
 
@@ -34,30 +34,50 @@ class PartialRound:
         A result may have several rows per sample (beams, say): rows are then kept in that proportion. Results that are
         not per sample, such as a mean loss, come once from every rank that has a sample.
         """
-        if as_objects:
-            gathered: list[Any] = [None] * len(self.counts)
-            dist.all_gather_object(gathered, data, group=self.group)
-            return [item for items, count in zip(gathered, self.counts, strict=True) for item in items[:count]]
-        return recursively_apply(self._gather_tensor, data)
+        if not as_objects:
+            return recursively_apply(self._gather_tensor, data)
+        if self.is_alone:
+            return data if isinstance(data, Mapping) or not hasattr(data, "__getitem__") else data[: self.counts[0]]
+        gathered = gather_object([data], self.group)
+        return [item for items, count in zip(gathered, self.counts, strict=True) for item in items[:count]]
+
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether one process sees all samples, so that there is nothing to gather."""
+        return len(self.counts) == 1
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
-        per_sample = self._rows_per_sample(tensor)
         rows = tensor.shape[0] if tensor.dim() else 1
-        if per_sample == 0:
-            from_every_rank: Tensor = gather(tensor, self.group)
-            return from_every_rank[torch.tensor([count > 0 for count in self.counts]).repeat_interleave(rows)]
-        length = self.full * per_sample
-        if rows < length:
-            tensor = torch.cat([tensor, tensor.new_zeros((length - rows, *tensor.shape[1:]))])
-        parts = gather(tensor[:length], self.group).split(length)
-        return torch.cat([part[: count * per_sample] for part, count in zip(parts, self.counts, strict=True)])
+        lengths = self._of_every_rank(rows, tensor.device)
+        per_sample = self._rows_per_sample(lengths) if tensor.dim() else 0
+        if per_sample == 0 and self.is_alone:
+            return tensor
+        if per_sample:
+            kept = [count * per_sample for count in self.counts]
+        else:
+            kept = [other if count else 0 for count, (other, _) in zip(self.counts, lengths, strict=True)]
+        longest = max(self.full * per_sample, *(other for other, _ in lengths))
+        tensor = tensor if tensor.dim() else tensor.reshape(1)
+        if rows < longest:
+            tensor = torch.cat([tensor, tensor.new_zeros((longest - rows, *tensor.shape[1:]))])
+        parts = (tensor if self.is_alone else gather(tensor, self.group)).split(longest)
+        return torch.cat([part[:number] for part, number in zip(parts, kept, strict=True)])
 
-    def _rows_per_sample(self, tensor: Tensor) -> int:
-        """Return how many rows of a result belong to a sample, 0 where it is not per sample; the same on every rank."""
-        if tensor.dim() == 0:
-            return 0
-        mine = tensor.shape[0] // self.rows if tensor.shape[0] % self.rows == 0 else 0
-        if not self.uneven:
-            return mine
-        on_every_rank = gather(torch.tensor([mine], device=tensor.device), self.group).tolist()
-        return mine if len(set(on_every_rank)) == 1 else 0
+    def _of_every_rank(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
+        """Return the rows of every rank's result, and the samples of its batch."""
+        mine = (rows, self.rows)
+        if self.is_alone or not self.uneven:
+            return [mine] * len(self.counts)
+        return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([mine], device=device), self.group).tolist()]
+
+    def _rows_per_sample(self, lengths: list[tuple[int, int]]) -> int:
+        """Return how many rows of a result belong to a sample, 0 where it is not per sample; the same on every rank.
+
+        A result as long as a full batch has a row per sample, also for a batch that is shorter:
+        `loss.repeat(batch_size)` weighs the mean of a batch by its samples.
+        """
+        if all(rows == self.full for rows, _ in lengths):
+            return 1
+        per_sample = {rows / samples for rows, samples in lengths}
+        first = per_sample.pop()
+        return int(first) if not per_sample and first.is_integer() else 0

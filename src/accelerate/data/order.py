@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from ..runtime.random import initial_seed_of_rank_zero, own_seed, shared_seed
 from .permutation import Permutation
@@ -163,6 +163,14 @@ def sized_sampler(batch_sampler: object) -> Any:
     if type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _SIZED_SAMPLERS:
         return batch_sampler.sampler
     return None
+
+
+def innermost_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that decides a loader's order, under whatever makes batches of it."""
+    found: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while (inner := getattr(found, "sampler", None)) is not None:
+        found = inner
+    return found
 
 
 def read_order(sampler: Any) -> Order:

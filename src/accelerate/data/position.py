@@ -7,7 +7,11 @@ from typing import Any
 
 
 class PositionError(ValueError):
-    """A position that cannot be kept exactly; the message says with which sizes it could be."""
+    """Report a position in the data that cannot be kept exactly.
+
+    The batch size, the number of processes or the data differ from those of the checkpoint, and the position falls
+    inside a batch. Use one of the sizes that the message lists, or begin the epoch again.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

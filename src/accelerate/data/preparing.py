@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from ..callers import warn
 from ..config.enums import RNGType
 from ..runtime.runtime import Runtime
+from .already_split import stated_split
 from .dispatch import DataLoaderDispatcher
-from .loaders import PreparedLoader, length_of
+from .loaders import PreparedLoader
 from .order import agreeing_sampler, with_sampler
 from .shard import DataLoaderShard
 from .sharding import BatchSamplerShard
@@ -74,21 +74,20 @@ def prepare_data_loader(
     runtime = Runtime.current()
     num_processes = runtime.num_processes if num_processes is None else num_processes
     process_index = runtime.process_index if process_index is None else process_index
-    if type(dataloader).__iter__ is not DataLoader.__iter__:
-        warnings.warn(
+    is_torchdatas = type(dataloader).__module__.startswith("torchdata.") and use_stateful_dataloader
+    if type(dataloader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
+        warn(
             f"{type(dataloader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
             "dataset, sampler and options, and does not call that method.",
-            stacklevel=2,
         )
     is_stream = isinstance(dataloader.dataset, IterableDataset)
-    split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader)
+    split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
+    ranks_share_samples = num_processes != runtime.num_processes
+    if dispatch_batches and (split_elsewhere or ranks_share_samples):
+        reason = "data that is already split by rank" if split_elsewhere else "a mesh whose ranks share samples"
+        warn(f"dispatch_batches=True has no effect on {reason}: each process reads its own.")
     if dispatch_batches is None:
-        dispatch_batches = is_stream and put_on_device and not use_stateful_dataloader
-    if dispatch_batches and split_elsewhere:
-        warnings.warn(
-            "dispatch_batches=True has no effect on data that is already split by rank: each process reads its own.",
-            stacklevel=2,
-        )
+        dispatch_batches = is_stream and put_on_device
     options = loader_options(dataloader)
     in_agreement = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
     order = _agreeing_order(
@@ -104,7 +103,7 @@ def prepare_data_loader(
         "_drop_last": bool(getattr(batching, "drop_last", False)),
         "_non_blocking": non_blocking,
     }
-    if dispatch_batches and num_processes > 1 and not split_elsewhere:
+    if dispatch_batches and not ranks_share_samples and not split_elsewhere:
         return DataLoaderDispatcher(
             stream_of(dataloader) if is_stream else dataloader.dataset,
             split_batches=split_batches,
@@ -116,8 +115,11 @@ def prepare_data_loader(
         )
     share = _Share(num_processes, process_index, split_batches, even_batches)
     dataset: Any = dataloader.dataset
+    if is_stream and not split_elsewhere and share.has_files_of_its_own(dataset):
+        dataset = dataset.shard(num_shards=num_processes, index=process_index)
+        split_elsewhere = True  # by files, so that nobody reads what is not its own
     if split_elsewhere:
-        dataset = stream_of(dataloader) if is_stream else dataset
+        dataset = stream_of(dataloader, dataset) if is_stream else dataset
         options |= order.as_options(dataloader)
     elif is_stream:
         dataset = share.of_stream(dataloader)
@@ -138,30 +140,37 @@ def prepare_data_loader(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _AgreeingOrder:
     """The samplers of a loader, made to agree across processes."""
 
-    def __init__(self, batch_sampler: Any, sampler: Any, generator: torch.Generator | None) -> None:
-        self.batch_sampler = batch_sampler
-        self.sampler = sampler
-        self.generator = generator
-        """The user's own generator, whose state of rank 0 every process takes."""
+    batch_sampler: Any = None
+    sampler: Any = None
+    """What yields single samples, for loaders without batches."""
+    generator: torch.Generator | None = None
+    """The user's own generator, whose state of rank 0 every process takes."""
+    data_takes_lists: bool = False
+    """The batch sampler stands in the sampler's place: the data set itself makes a batch of a list of indices."""
 
     def as_options(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return what the plain loader takes."""
         if isinstance(loader.dataset, IterableDataset):
             return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if self.batch_sampler is not None:
-            return {"batch_sampler": self.batch_sampler}
+            return self.batched_by(self.batch_sampler)
         return {"sampler": self.sampler, "batch_size": None}
+
+    def batched_by(self, batches: Any) -> dict[str, Any]:
+        """Return what the plain loader takes to have these batches."""
+        return {"sampler": batches, "batch_size": None} if self.data_takes_lists else {"batch_sampler": batches}
 
 
 def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _AgreeingOrder:
     if isinstance(loader.dataset, IterableDataset):
-        return _AgreeingOrder(None, None, None)
-    batch_sampler: Any = loader.batch_sampler
-    holder: Any = batch_sampler if batch_sampler is not None else loader
-    own: Any = getattr(holder, "sampler", None)
+        return _AgreeingOrder()
+    data_takes_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+    batch_sampler: Any = loader.sampler if data_takes_lists else loader.batch_sampler
+    own: Any = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
     agreed: Any = agreeing_sampler(own, **choice)
     if agreed is not own and batch_sampler is not None:
         batch_sampler = with_sampler(batch_sampler, agreed)
@@ -170,7 +179,12 @@ def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) 
         generator = torch.Generator()  # else a weighted sampler draws differently on each process
         generator.manual_seed(torch.random.initial_seed())
         agreed.generator = generator
-    return _AgreeingOrder(batch_sampler, agreed, generator if isinstance(generator, torch.Generator) else None)
+    return _AgreeingOrder(
+        batch_sampler=batch_sampler,
+        sampler=agreed,
+        generator=generator if isinstance(generator, torch.Generator) else None,
+        data_takes_lists=data_takes_lists,
+    )
 
 
 class _Share:
@@ -181,6 +195,13 @@ class _Share:
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+
+    def has_files_of_its_own(self, dataset: Any) -> bool:
+        """Tell whether a Hugging Face stream has enough shards for every process to read other ones."""
+        library: Any = sys.modules.get("datasets")
+        is_theirs = library is not None and isinstance(dataset, library.IterableDataset)
+        enough = is_theirs and hasattr(dataset, "shard") and dataset.num_shards >= self.num_processes
+        return self.num_processes > 1 and not self.split_batches and enough
 
     def of_stream(self, loader: DataLoader[Any]) -> IterableDatasetShard:
         """Return the part of an iterable data set."""
@@ -201,9 +222,7 @@ class _Share:
         if self.num_processes == 1:
             return order.as_options(loader)
         if order.batch_sampler is not None:
-            return {"batch_sampler": self._shard(order.batch_sampler)}
-        if isinstance(order.sampler, BatchSampler):  # the data set takes whole lists of indices
-            return {"sampler": self._shard(order.sampler), "batch_size": None}
+            return order.batched_by(self._shard(order.batch_sampler))
         single = BatchSamplerShard(
             BatchSampler(order.sampler, 1, False), self.num_processes, self.process_index, False, self.even_batches
         )
@@ -213,9 +232,9 @@ class _Share:
         return BatchSamplerShard(batches, self.num_processes, self.process_index, self.split_batches, self.even_batches)
 
 
-def stream_of(loader: DataLoader[Any]) -> IterableDatasetShard:
-    """Return an iterable data set as it is, but able to begin anywhere."""
-    stream = IterableDatasetShard(loader.dataset, loader.batch_size or 1)
+def stream_of(loader: DataLoader[Any], dataset: Any = None) -> IterableDatasetShard:
+    """Return a loader's iterable data set, or a part of it, as it is, but able to begin anywhere."""
+    stream = IterableDatasetShard(loader.dataset if dataset is None else dataset, loader.batch_size or 1)
     stream.fills_last_round = False
     return stream
 
@@ -231,44 +250,16 @@ class _Unbatched:
         return self.convert(samples[0])
 
 
-def _is_split_by_rank(loader: DataLoader[Any]) -> bool:
+def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
     """Recognise data that every rank has already cut for itself, and say that it is used as it is."""
-    dataset: Any = loader.dataset
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler):
-        found = "a DistributedSampler"
-    elif getattr(dataset, "_distributed", None) is not None:
-        found = "a data set split by node"
-    elif _differs_between_ranks(dataset):
-        found = "another data set on every rank"
-    else:
+    found = stated_split(loader, process_index)
+    if found is None:
         return False
-    warnings.warn(
+    warn(
         f"This data loader has {found}: it is used as it is, and not divided again. Ranks that come to their end "
         "earlier repeat their last batch, which metrics leave out.",
-        stacklevel=4,
     )
     return True
-
-
-def _differs_between_ranks(dataset: Any) -> bool:
-    """Compare what can be compared cheaply: kind, length, indices of a subset, a fingerprint."""
-    runtime = Runtime.current()
-    if runtime.num_processes == 1 or not dist.is_initialized():
-        return False
-    mine = [
-        type(dataset).__qualname__,
-        length_of(dataset),
-        getattr(dataset, "_fingerprint", None),
-        _checksum(dataset.indices) if isinstance(dataset, Subset) else None,
-    ]
-    per_rank: list[Any] = [None] * runtime.num_processes
-    dist.all_gather_object(per_rank, mine)
-    return any(theirs != per_rank[0] for theirs in per_rank)
-
-
-def _checksum(indices: Sequence[int]) -> int:
-    return hash(tuple(int(index) for index in indices))
 
 
 def _synchronizable(
@@ -303,6 +294,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         "_drop_last": dataloader._drop_last,
         "_non_blocking": dataloader._non_blocking,
         "skip_batches": dataloader.skip_batches + num_batches * dataloader.batches_per_round,
+        "use_stateful_dataloader": dataloader.is_stateful,
     }
     skipped: PreparedLoader
     if isinstance(dataloader, DataLoaderDispatcher):

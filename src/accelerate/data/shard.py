@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ..callers import warn
 from ..config.enums import RNGType
 from ..runtime import phases
 from ..runtime.nested import find_batch_size
@@ -20,6 +21,7 @@ from .metrics import PartialRound
 from .order import sized_sampler
 from .position import Position, PositionError
 from .sharding import BatchSamplerShard
+from .stateful import stateful_class
 from .streams import BatchOfLastRound, IterableDatasetShard
 
 
@@ -42,6 +44,8 @@ class DataLoaderShard(PreparedLoader):
         _num_processes: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if use_stateful_dataloader:
+            self.__class__ = stateful_class(type(self))
         shard = _shard_in(kwargs)
         if shard is not None:
             num_processes = shard.num_processes
@@ -68,19 +72,6 @@ class DataLoaderShard(PreparedLoader):
         self._split_elsewhere = _split_elsewhere
         self._told_uneven = False
         self._own_samples_left: int | None = None
-        self._state_before_reading_ahead: Any = None
-        self.use_stateful_dataloader = use_stateful_dataloader
-        self.base_dataloader: Any = self._stateful_loader(kwargs) if use_stateful_dataloader else None
-
-    def _stateful_loader(self, kwargs: dict[str, Any]) -> Any:
-        try:
-            from torchdata.stateful_dataloader import StatefulDataLoader
-        except ImportError as error:
-            raise ImportError(
-                "use_stateful_dataloader=True needs torchdata: pip install torchdata. Without it, prepared loaders "
-                "keep their position by themselves."
-            ) from error
-        return StatefulDataLoader(self.dataset, **kwargs)
 
     @property
     def total_batch_size(self) -> int:
@@ -89,8 +80,7 @@ class DataLoaderShard(PreparedLoader):
             return self.shard.share * self.num_processes
         if isinstance(self.dataset, IterableDatasetShard) and not self._split_elsewhere:
             return self.dataset.round_size
-        own = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
-        return own * self.num_processes
+        return (self.base_batch_size or 1) * self.num_processes
 
     @property
     def base_batch_size(self) -> int | None:
@@ -98,7 +88,7 @@ class DataLoaderShard(PreparedLoader):
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset.batch_size
         if self.batch_sampler is None:
-            return 1
+            return getattr(self.sampler, "batch_size", 1)
         return getattr(self.batch_sampler, "batch_size", None)
 
     def _mode(self) -> str:
@@ -109,8 +99,8 @@ class DataLoaderShard(PreparedLoader):
     def _fills_last(self) -> bool:
         return super()._fills_last() and (self.shard is None or self.shard.even_batches)
 
-    def _index_start(self) -> int:
-        return self._start if self.shard is not None else self._start // self.batches_per_round
+    def _index_place(self, batches: int) -> int:
+        return batches if self.shard is not None else batches // self.batches_per_round
 
     def _stream_start(self) -> int:
         return self._start // self.batches_per_round if self._split_elsewhere else self._start
@@ -118,47 +108,11 @@ class DataLoaderShard(PreparedLoader):
     def _dataset_state(self) -> Any:
         return None if self._split_elsewhere else super()._dataset_state()  # each rank's own is nobody else's
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position; with torchdata's loader, every rank's own state (call it on every rank)."""
-        if self.base_dataloader is None:
-            return super().state_dict()
-        own: dict[str, Any] = {"epoch": self.iteration, "batches": 0, "loader": None, "order": {}}
-        if self._is_in_epoch and self.end_of_dataloader:
-            own["epoch"] += 1
-        elif self._is_in_epoch:
-            state = self._state_before_reading_ahead or self.base_dataloader.state_dict()
-            own |= {"batches": self.cursor.batches, "loader": state, "order": self.keeper.key()}
-        per_rank: list[Any] = [own]
-        if self.num_processes > 1:
-            per_rank = [None] * self.num_processes
-            dist.all_gather_object(per_rank, own, group=self.group)
-        return {"stateful_dataloader": per_rank}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position."""
-        if self.base_dataloader is None:
-            if self._split_elsewhere:
-                self._refuse_another_world(Position.from_dict(state_dict))
-            super().load_state_dict(state_dict)
-            return
-        per_rank = state_dict.get("stateful_dataloader")
-        if per_rank is None or len(per_rank) != self.num_processes:
-            saved = "none" if per_rank is None else len(per_rank)
-            raise PositionError(
-                f"torchdata's loader keeps one state per rank: this run has {self.num_processes} processes and the "
-                f"state holds {saved}. Resume on that many, or leave out use_stateful_dataloader."
-            )
-        own = per_rank[dist.get_rank(self.group) if self.num_processes > 1 else 0]
-        self._resume = Position(epoch=own["epoch"], batches=own["batches"], batch_size=self.base_batch_size)
-        if own["loader"] is not None:
-            self.keeper.restore(own["order"])
-            self.base_dataloader.load_state_dict(own["loader"])
-
     def _refuse_another_world(self, position: Position) -> None:
         """Refuse a position of data that every rank has for itself, on another number of ranks."""
-        if position.batches and position.num_processes != self.num_processes:
+        if self._split_elsewhere and position.batches and position.num_processes != self.num_processes:
             raise PositionError(
-                f"This data was split by rank before it came here, so its position holds for {position.num_processes} "
+                f"This data was already split by rank, so its position is valid for {position.num_processes} "
                 f"processes only and this run has {self.num_processes}: resume on {position.num_processes}."
             )
 
@@ -181,11 +135,10 @@ class DataLoaderShard(PreparedLoader):
             for rank in (0, shard.num_processes - 1)
         ]
         if steps[0] != steps[1]:
-            warnings.warn(
+            warn(
                 f"With even_batches=False rank 0 takes {steps[0]} steps per epoch and rank {shard.num_processes - 1} "
-                f"takes {steps[1]}: collectives in the last step would wait for ever. Wrap the loop in "
+                f"takes {steps[1]}: collectives in the last step would hang. Wrap the loop in "
                 "accelerator.join_uneven_inputs([model]), or leave even_batches at True.",
-                stacklevel=4,
             )
 
     def _real_samples_in_last_round(self) -> int:
@@ -205,14 +158,16 @@ class DataLoaderShard(PreparedLoader):
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
-        batches = self._opened(resume)
+        batches = self._open(resume)
+        last = self._last_index()
+        if self.is_stateful and (self._split_elsewhere or last is None):
+            batches = self._noting_states(batches)
         if self._split_elsewhere:
             yield from self._agreed_rounds(batches, place)
             return
         step = self.batches_per_round
         cursor = self.cursor
         bring_forward = self.gradient_state._bring_forward
-        last = self._last_index()
         if last is None:
             for batch, is_last in marking_last(batches):
                 batch, self.partial_round = self._unmarked(batch, is_last)
@@ -229,16 +184,9 @@ class DataLoaderShard(PreparedLoader):
             bring_forward(self)
             yield batch if place is None else place(batch)
 
-    def _opened(self, resume: Position | None) -> Iterator[Any]:
-        if self.base_dataloader is not None:
-            batches: Iterator[Any] = iter(self.base_dataloader)
-            return batches if self._last_index() is not None else self._noting_state(batches)
-        return self._open(resume)
-
-    def _noting_state(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Keep the state from before each read, since the batch that is read ahead is not consumed yet."""
+    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            self._state_before_reading_ahead = self.base_dataloader.state_dict()
+            self._note_state()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -254,25 +202,33 @@ class DataLoaderShard(PreparedLoader):
         if self.shard is not None:
             trusted = sized_sampler(self.shard.batch_sampler) is not None
             return self.shard.num_rounds_from(self._start) - 1 if trusted else None
-        if sized_sampler(self.batch_sampler) is not None:
-            return len(self.index_source) - self._index_start() - 1
+        if sized_sampler(self.batches) is not None:
+            return len(self.index_source) - self._index_place(self._start) - 1
         return None
+
+    def _own_place(self) -> int:
+        return 0 if self.shard is None else self.shard.process_index
 
     def _partial_last_round(self) -> PartialRound | None:
         shard = self.shard
         if shard is None:
+            if self.num_processes > 1 or isinstance(self.dataset, IterableDataset):
+                return None  # counted elsewhere: by the ranks together, or by the stream itself
+            real = self.remainder if self._last_index() is not None else self.index_source.length_of_last_batch
+            return self._partial_round(real) if 0 < real < self.total_batch_size else None
+        counted = shard.real_samples_in_last_round(self._start)
+        if counted is None:
+            counted = shard.counted_in_last_round  # by iterating
+        if counted is None or not shard.takes_part_in_last_round(self._start):
             return None
-        real = shard.real_samples_in_last_round(self._start)
-        if real is None:
-            real = shard.counted_in_last_round  # by iterating
-        if real is None or not shard.takes_part_in_last_round(self._start):
-            return None
-        return self._partial_round(real, None if self._fills_last() else shard.process_index)
+        return self._partial_round(counted)
 
     def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
         """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
         if isinstance(batch, BatchOfLastRound):
             return batch.batch, self._partial_round(batch.num_real)
+        if self.data_makes_batches:
+            return batch, self._partial_round(self.total_batch_size)
         return batch, self._partial_last_round() if is_last else None
 
     def _agreed_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
@@ -282,7 +238,7 @@ class DataLoaderShard(PreparedLoader):
         """
         self._own_samples_left = _real_samples_of(self.get_sampler())
         if self._own_samples_left is not None:
-            consumed = self._index_start() * (self.base_batch_size or 1)
+            consumed = self._index_place(self._start) * (self.base_batch_size or 1)
             self._own_samples_left = max(0, self._own_samples_left - consumed)
         upcoming = next(batches, None)
         here = upcoming

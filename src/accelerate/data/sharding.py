@@ -41,8 +41,8 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ValueError(
-                f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
-                f"{self.batch_size}: use a multiple of {num_processes}."
+                f"split_batches=True cuts batches into equal parts: the batch size ({self.batch_size}) needs to be a "
+                f"round multiple of the number of processes ({num_processes})."
             )
 
     @property

@@ -69,8 +69,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ValueError(
-                f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
-                f"{batch_size}: use a multiple of {num_processes}."
+                f"split_batches=True cuts each batch into equal parts: the batch size ({batch_size}) needs to be a "
+                f"round multiple of the number of processes ({num_processes})."
             )
         self.dataset = dataset
         self.batch_size = batch_size

@@ -32,11 +32,18 @@ _HELP = (
 
 
 class DefinitionError(ValueError):
-    """Report a model that cannot be made, and what to do."""
+    """Report a model that cannot be made, and what to do.
+
+    `accelerate estimate-memory` needs a definition: a name on the Hub, a folder, or `module:function`. Check the name,
+    the network and the packages that the message names.
+    """
 
 
 class NoBatchError(ValueError):
-    """Report that no inputs are known for a model."""
+    """Report that no inputs are known for a model.
+
+    A training step can be measured only with a batch. Write a function `batch` beside the one that makes the model.
+    """
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def _of_config(config: Path, library: str | None) -> _Found:
     if library is None or not isinstance(contents, dict):
         raise DefinitionError(
             f"{config} has neither a model_type, as transformers writes it, nor an architecture, as timm does. "
-            "Say whose it is with --library_name."
+            "Name the library with --library_name."
         )
     return _Found(library, str(config), contents)
 

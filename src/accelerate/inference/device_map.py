@@ -11,7 +11,6 @@ that device keeps room for the largest of these layers and, unless they are offl
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ..callers import warn
 from ..runtime.device import accelerator_type, free_memory
 from .sizes import as_classes, compute_module_sizes, convert_file_size_to_int, get_max_layer_size, tensor_size
 from .tensors import READ_THEIR_CHILDREN
@@ -321,12 +321,11 @@ class _Planner:
         )
 
     def _warn_about_layers(self, needed: int) -> None:
-        warnings.warn(
+        warn(
             f"The largest layer takes {readable(needed)}, which is more than max_memory allows on any device "
             f"({', '.join(f'{place}: {readable(b)}' for place, b in self.budgets.items() if place != 'disk')}). All is "
             "on disk and computed on the CPU, which exceeds its budget while that layer runs. Raise a budget to at "
             f"least {readable(needed)}, or name fewer no_split_module_classes.",
-            stacklevel=4,
         )
 
 
@@ -421,16 +420,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
     missing = [name for name in tensors if place_of(name, device_map) is None]
     if missing:
         raise ValueError(
-            f"The device_map gives no device to {len(missing)} of the model's {len(tensors)} tensors: "
-            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Add their modules, or an entry '' for all "
-            "that is not named."
+            f"The device_map provided does not give any device for {len(missing)} of the model's {len(tensors)} "
+            f"tensors: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Add their modules, or an entry "
+            "'' for all that is not named."
         )
     known = {"", *tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        warnings.warn(
-            f"The device_map names what the model does not have: {', '.join(map(str, unknown[:8]))}.", stacklevel=3
-        )
+        warn(f"The device_map names what the model does not have: {', '.join(map(str, unknown[:8]))}.")
 
 
 def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:
@@ -455,10 +452,9 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
     for group in tied_params:
         places = {name: place_of(name, device_map) for name in group}
         if len(set(map(str, places.values()))) > 1:
-            warnings.warn(
+            warn(
                 f"Tied parameters are on different devices: {places}. Each device gets a copy; put them on one, or let "
                 "device_map='auto' do it.",
-                stacklevel=3,
             )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from ..runtime.device import clear_device_cache, default_device, is_cpu
 from ..runtime.modules import owner_of
@@ -100,12 +101,23 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     if append and present is not None:
         before = present.hooks if isinstance(present, SequentialHook) else (present,)
         hook = SequentialHook(*before, hook)
-    old_forward: Any = vars(module).get("_old_forward") or module.forward
+    old_forward: Any = vars(module).get("_old_forward") or _forward_of(module)
     module._old_forward = old_forward
     module._hf_hook = hook  # type: ignore[assignment]
     with_hook = functools.partial(_forward_with_hook, module)
     module.forward = functools.update_wrapper(with_hook, old_forward)
     return module
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """Return what a module's forward pass is: of a traced one, whatever `recompile()` has made of its class by then."""
+    if isinstance(module, GraphModule) and "forward" not in vars(module):
+        return functools.update_wrapper(functools.partial(_forward_of_class, module), module.forward)
+    return module.forward
+
+
+def _forward_of_class(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _forward_with_hook(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +145,10 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         del module._hf_hook
     if "_old_forward" in vars(module):
         old_forward: Any = module._old_forward
-        module.forward = old_forward
+        if getattr(old_forward, "func", None) is _forward_of_class:
+            del module.forward
+        else:
+            module.forward = old_forward
         del module._old_forward
     for name in _accelerate_added_attributes:
         vars(module).pop(name, None)

@@ -6,8 +6,8 @@ model's memory, and no second copy of it.
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..callers import warn
 from ..checkpoint.model_files import files_of_model, read_model_files
 from ..checkpoint.parts import with_ties
 from ..errors import UnsupportedSettingError
@@ -35,6 +36,8 @@ from .tensors import (
     set_module_tensor_to_device,
 )
 from .weights import Index, SafetensorsFile, TensorFile, offload_weight, read_index, write_index
+
+logger = logging.getLogger(__name__)
 
 Path_ = str | os.PathLike[str]
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -93,6 +96,14 @@ def load_checkpoint_in_model(
     for path in progress(files_of_model(checkpoint), "Loading the model", "files"):
         loading.load(TensorFile.open(path))
     loading.finish(strict)
+    if loading.unexpected:
+        logger.warning(
+            "Some weights of the model checkpoint at %s were not used when initializing %s, which has none of these "
+            "names: %s.",
+            checkpoint,
+            type(model).__name__,
+            _some(loading.unexpected),
+        )
 
 
 def _load_over_processes(
@@ -245,10 +256,9 @@ class _Loading:
             )
         empty = [name for name in missing if getattr(*owner_of(self.model, name)).is_meta]
         if empty:
-            warnings.warn(
+            warn(
                 f"The checkpoint has no values for {len(empty)} tensors that are on the meta device and stay there: "
                 f"{_some(empty)}. The model cannot run before they are loaded.",
-                stacklevel=3,
             )
 
     def _in_one_place(self, group: Sequence[str]) -> bool:

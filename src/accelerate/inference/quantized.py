@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..callers import warn
 from ..config.quantization import BnbQuantizationConfig
 from ..runtime.device import accelerator_type
 from ..runtime.modules import owner_of
@@ -55,20 +55,19 @@ def load_and_quantize_model(
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         _place_of(name, places)
     if "disk" in places.values() and offload_folder is None:
-        raise ValueError("The device_map puts parts of the model on disk: say where with offload_folder=...")
+        raise ValueError("The device_map puts parts of the model on disk: pass offload_folder=...")
     files = None if weights_location is None else LazyModelFiles(weights_location)
     empty = [name for name, param in model.named_parameters() if param.is_meta]
     if files is None and empty:
         raise ValueError(
             f"{type(model).__name__} has no values for {empty[0]} and {len(empty) - 1} other parameters, because they "
-            "are on the meta device. Say where the weights are: weights_location=..."
+            "are on the meta device. Pass their location: weights_location=..."
         )
     chosen = [name for name in layers_to_convert(model, bnb_quantization_config) if not _is_away(name, places)]
     if not chosen:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} has no linear layer to quantise: all of its weights stay in "
             f"{bnb_quantization_config.torch_dtype}.",
-            stacklevel=2,
         )
     _Loader(model, bnb_quantization_config, files, places, chosen).load()
     model.is_loaded_in_8bit = bnb_quantization_config.load_in_8bit  # type: ignore[assignment]
@@ -236,9 +235,8 @@ class _Loader:
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         unknown = sorted(set(self.files.names) - own - buffers)
         if unknown:
-            warnings.warn(
-                f"{self.files.path} has {len(unknown)} tensors that the model does not know: {', '.join(unknown[:4])}.",
-                stacklevel=4,
+            warn(
+                f"{self.files.path} has {len(unknown)} tensors that the model does not have: {', '.join(unknown[:4])}.",
             )
 
     def _stored_as(self, name: str) -> str | None:
@@ -365,7 +363,7 @@ def _place_of(name: str, places: Mapping[str, Any]) -> Any:
     """Return the place of a module or a tensor: that of the longest name around it."""
     around = [key for key in places if not key or f"{name}.".startswith(f"{key}.")]
     if not around:
-        raise ValueError(f"The device_map says nothing of {name}.")
+        raise ValueError(f"The device_map has no device for {name}.")
     return places[max(around, key=len)]
 
 

@@ -40,7 +40,9 @@ def convert_file_size_to_int(size: float | str) -> int:
     try:
         return parse_size(size)
     except ValueError:
-        raise ValueError(f"The size {size!r} cannot be read: write a number of bytes, or 500MB, 10GB, 2GiB.") from None
+        raise ValueError(
+            f"The size {size!r} is not in a valid format: write a number of bytes, or 500MB, 10GB, 2GiB."
+        ) from None
 
 
 def tensor_size(tensor: Tensor, name: str = "", dtype: Any = None, special_dtypes: Mapping[str, Any] = {}) -> int:

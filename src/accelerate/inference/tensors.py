@@ -108,11 +108,11 @@ def set_module_tensor_to_device(
     if value is None and check_device_same(old.device, target) and dtype is None:
         return
     if value is None and old.is_meta and target != META:
-        raise ValueError(f"{tensor_name} is on the meta device, so it has no value: give one to put it on {target}.")
+        raise ValueError(f"{tensor_name} is on the meta device: a `value` is needed to put it on {target}.")
     if value is not None and old.shape != value.shape and not _is_packed(old):
         raise ValueError(
-            f"{tensor_name} has the shape {tuple(old.shape)}, and the value for it {tuple(value.shape)}: they are not "
-            "of one model."
+            f"Trying to set a tensor of shape {value.shape} in {tensor_name}, which has the shape {old.shape}: they "
+            "are not of one model."
         )
     source = old if value is None else value
     copies = None if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr())

@@ -73,14 +73,14 @@ class SafetensorsFile(TensorFile):
                 header: dict[str, Any] = json.loads(file.read(length))
                 header.pop("__metadata__", None)
             except (ValueError, AttributeError):
-                raise ValueError(f"{self.path} has no header of a safetensors file, or is not all of one.") from None
+                raise ValueError(f"{self.path} has no safetensors header, or is incomplete.") from None
         self._start = 8 + length
         self._header = header
         self._file = MappedFile(self.path)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             if not 0 <= first <= last <= size - self._start:
-                raise ValueError(f"{self.path} is not all there: {name} should be at bytes {first} to {last}.")
+                raise ValueError(f"{self.path} is incomplete: {name} should be at bytes {first} to {last}.")
 
     def names(self) -> list[str]:
         """Return the names in the order of the file."""

@@ -233,7 +233,7 @@ def _network(bench: Bench) -> tuple[nn.Module, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    model.to(bench.accelerator.device)
+    model.to(bench.device)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
@@ -241,7 +241,7 @@ def _problem(bench: Bench, num_samples: int) -> tuple[Tensor, Tensor]:
     import torch
 
     features = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(2))
-    features = features.to(bench.accelerator.device)
+    features = features.to(bench.device)
     return features, features.sum(dim=1, keepdim=True).sin()
 
 
@@ -261,7 +261,7 @@ def random_state(bench: Bench) -> str:
     from ..runtime.random import set_seed, synchronize_rng_states
 
     def draws() -> set[float]:
-        return set(bench.accelerator.gather(torch.rand(1, dtype=torch.float64).to(bench.accelerator.device)).tolist())
+        return set(bench.accelerator.gather(torch.rand(1, dtype=torch.float64).to(bench.device)).tolist())
 
     with torch.random.fork_rng(devices=[]):
         set_seed(3, device_specific=True)

@@ -121,7 +121,7 @@ def run(job: Job, guard: Guard) -> Outcome:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
             f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
-            "that machine still running? Nobody can go on without it."
+            "that machine still running? The run cannot continue without it."
         ) from error
     finally:
         if agent.news is not None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.environment import export_settings, patch_environment, read_setting
 from ..config.plugins import InitProcessGroupKwargs
@@ -26,9 +26,12 @@ from .devices import count_accelerators
 from .preflight import check_port
 from .say import quieted
 from .signals import ENDING, handlers_kept
-from .task import Task, WorkerFailedError, reset_signals, run_task
+from .task import Task, let_the_watcher_explain, reset_signals, run_task
 
-__all__ = ["WorkerFailedError", "debug_launcher", "notebook_launcher"]
+if TYPE_CHECKING:
+    from .failures import WorkerFailedError
+
+__all__ = ["debug_launcher", "notebook_launcher"]
 
 # [Note: where workers meet]
 # torch's static rendezvous has two faults. Its port has to be chosen before it is bound, and somebody may take it in
@@ -173,9 +176,9 @@ def _refuse_existing_state(launcher: str) -> None:
         found = "A process group is open"
     if found is not None:
         raise RuntimeConflictError(
-            f"{found} in this process already, so {launcher}() cannot start others: they would inherit it, and take "
-            "themselves for the only process. Make it inside the launched function, and restart the kernel (or call "
-            "PartialState._reset_state()) before launching again."
+            f"{found} in this process already, so {launcher}() cannot start others: they would inherit it and run "
+            "as the only process. The `Accelerator` should only be initialized inside your training "
+            "function: restart the kernel (or call PartialState._reset_state()) before launching again."
         )
 
 
@@ -299,9 +302,10 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         try:
             elastic_launch(config, run_task)(task)
         except ChildFailedError as error:
-            failure = task.failure()
+            failure = task.failure({rank: seen.exitcode for rank, seen in error.failures.items()})
             if failure is None:
                 raise _unexplained(error) from error
+            failure.failures = error.failures
             raise failure from None  # torch names whom it saw end first, often a victim: kept as `__context__`
         except SignalException as signalled:
             ended_by = signalled
@@ -311,11 +315,17 @@ def _run_elastic(task: Task, **launch: Any) -> None:
 
 
 def _unexplained(error: Any) -> WorkerFailedError:
+    from .failures import WorkerFailedError
+
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
-        return WorkerFailedError(rank, f"exit code {failure.exitcode} and no exception")
-    killed = failure.signal_name() == "SIGKILL"
-    return WorkerFailedError(rank, failure.signal_name() + (", as when memory runs out" if killed else ""))
+        reason = f"exit code {failure.exitcode} and no exception"
+    else:
+        killed = failure.signal_name() == "SIGKILL"
+        reason = failure.signal_name() + (", as when memory runs out" if killed else "")
+    unexplained = WorkerFailedError(rank, reason)
+    unexplained.failures = error.failures
+    return unexplained
 
 
 def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
@@ -323,6 +333,7 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     from ..runtime.runtime import Runtime
+    from .failures import WorkerFailedError
 
     excepthook = sys.excepthook
     ranks = [rank for rank in range(num_processes) if rank != debug_rank]
@@ -331,11 +342,15 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
         peers = start_processes(  # type: ignore[no-untyped-call]
             _be_a_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
         )
+        sys.excepthook = _say_nothing  # the error is raised here
         try:
             with patch_environment(RANK=debug_rank, LOCAL_RANK=debug_rank):
                 result = _call_patiently(task)
         except Exception as error:
-            raise error from (task.failure() or error.__cause__)
+            failure = task.failure()
+            if failure is None:
+                let_the_watcher_explain(error)
+            raise error from (failure or error.__cause__)
         finally:
             Runtime.reset()
             sys.excepthook = excepthook  # opening a process group put the rank in front of every line
@@ -345,6 +360,10 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
         except ProcessException as error:
             raise task.failure() or WorkerFailedError(ranks[error.error_index], error.msg) from error
         return result if debug_rank == 0 else task.result()
+
+
+def _say_nothing(*_: Any) -> None:
+    """Be the hook for uncaught errors of a process whose errors are shown elsewhere."""
 
 
 def _be_a_peer(index: int, task: Task, ranks: Sequence[int]) -> None:

@@ -182,11 +182,11 @@ def _report(own: Report, address: str, port: int) -> None:
             return
         now = time.monotonic()
         if now - started > SECONDS_TO_WAIT:
-            raise LaunchError(f"The program at {address}:{port} never let this machine ({own}) in.")
+            raise LaunchError(f"The program at {address}:{port} never accepted this machine ({own}).")
         if now > next_notice:
             next_notice = now + SECONDS_BETWEEN_NOTICES
             say(
-                f"a program listens at {address}:{port}, but it does not let machine {own} in: the run there has "
+                f"a program listens at {address}:{port}, but it does not accept machine {own}: the run there has "
                 "begun without it, or the port belongs to another program (choose another --main_process_port)."
             )
         time.sleep(1.0)

@@ -1,27 +1,54 @@
-"""Carry out a plan: in the place of this process, by torchelastic, or by the batch system's own starter."""
+"""Carry out a plan: by one command, which may be the batch system's own starter, or by torchelastic."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from types import FrameType
 
 from ..config import environment
 from ..config.launch_settings import LaunchSettings
 from .plan import Plan, command_of
+from .signals import answered_by
 
 
-def carry_out(settings: LaunchSettings, plan: Plan) -> int:
-    """Run the plan and return the exit code of the launch."""
-    if plan.way != "elastic":
-        sys.stdout.flush()
-        _replace_this_process(settings, plan)
-    from .supervise import supervise
+def carry_out(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
+    """Run the plan and return the exit code of the launch.
 
-    return supervise(settings, plan)
+    A plan that is one command takes the place of this process with `replace_process`: nobody stands between it and
+    the terminal. A caller who wants to go on afterwards has it run as a child.
+    """
+    if plan.way == "elastic":
+        from .supervise import supervise
+
+        return supervise(settings, plan)
+    command, variables = _command(settings, plan), os.environ | plan.variables
+    sys.stdout.flush()
+    try:
+        if replace_process:
+            os.execvpe(command[0], command, variables)
+        return _run(command, variables)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{command[0]} is not on the PATH: {plan.way} cannot be used to start.") from error
 
 
-def _replace_this_process(settings: LaunchSettings, plan: Plan) -> NoReturn:
+def _run(command: list[str], variables: Mapping[str, str]) -> int:
+    """Run a command as a child and return its exit code as a shell does; signals that ask to end are for the child."""
+    child = subprocess.Popen(command, env=variables)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal sends that one to both
+            child.send_signal(number)
+
+    with answered_by(hand_on):
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
     command = command_of(settings, plan.script, recorded=False)
     if plan.way == "mpirun":
         total = str(plan.num_processes)
@@ -32,10 +59,7 @@ def _replace_this_process(settings: LaunchSettings, plan: Plan) -> NoReturn:
         command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]
         command += ["launch", *settings.as_words(), *plan.script]
-    try:
-        os.execvpe(command[0], command, os.environ | plan.variables)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{command[0]} is not on the PATH: {plan.way} cannot be used to start.") from error
+    return command
 
 
 def _all_accelerators() -> list[str]:

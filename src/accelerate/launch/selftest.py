@@ -63,6 +63,7 @@ class Bench:
 
         self.accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIME_LIMIT)])
         self.rank = self.accelerator.process_index
+        self.device = self.accelerator.device
         self.world_size = self.accelerator.num_processes
         self.ranks = range(self.world_size)
         self.store = self._open_store()
@@ -84,7 +85,7 @@ class Bench:
         """Return a tensor on this process's device."""
         import torch
 
-        return torch.tensor(values, device=self.accelerator.device)
+        return torch.tensor(values, device=self.device)
 
     def new_accelerator(self, accumulation: int = 1, **data: Any) -> Accelerator:
         """Return another Accelerator, in full precision, for a check that needs its own settings."""
@@ -124,7 +125,7 @@ class Bench:
         self.num_groups += 1
         if self.world_size > 1:
             dist.init_process_group(
-                collective_backend(self.accelerator.device, None),
+                collective_backend(self.device, None),
                 store=PrefixStore(self.key("rendezvous"), self.store),
                 rank=self.rank,
                 world_size=self.world_size,

@@ -19,7 +19,7 @@ def all_reduce_speed(bench: Bench) -> str:
 
     if bench.world_size == 1:
         return "one process: nothing to send"
-    numbers = torch.ones(2**20, device=bench.accelerator.device)
+    numbers = torch.ones(2**20, device=bench.device)
     seconds = _median_seconds(lambda: dist.all_reduce(numbers), repeat=7)
     return f"4 MiB in {seconds * 1e3:.1f} ms: {numbers.nbytes / seconds / 1e6:,.0f} MB/s"
 
@@ -31,7 +31,7 @@ def matmul_speed(bench: Bench) -> str:
     from ..runtime.collectives import gather_object
 
     size = 512
-    matrix = torch.ones(size, size, device=bench.accelerator.device)
+    matrix = torch.ones(size, size, device=bench.device)
     bench.accelerator.wait_for_everyone()
     rate = 2 * size**3 / _median_seconds(lambda: matrix @ matrix, repeat=7) / 1e9
     rates = gather_object([rate])

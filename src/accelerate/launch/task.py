@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from string import Template
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.environment import export_settings, patch_environment, read
 from ..runtime.process import ProcessInfo
 from .signals import answer_with
+from .worker import TOLD, ending_by
 
-
-class WorkerFailedError(RuntimeError):
-    """Report the worker whose failure ended the launch.
-
-    `rank` says which, `reason` is its exception's type and message, `details` its traceback from the launched function
-    on. What torch saw of it is the `__context__`.
-    """
-
-    def __init__(self, rank: int, reason: str, details: str = "") -> None:
-        self.rank = rank
-        self.reason = reason
-        self.details = details
-        super().__init__(f"Rank {rank} failed with {reason}" + (f"\n\n{details}" if details else ""))
+if TYPE_CHECKING:
+    from .failures import WorkerFailedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +53,14 @@ class Task:
         """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
         import torch
 
+        if self.forked:
+            atexit._clear()  # of the parent, whose temporary folders they delete; the watcher may run them
         here = ProcessInfo.from_environment()
         _print_whole_lines(self._line_prefix_of(here))
         if self.forked or read("OMP_NUM_THREADS") is None:
             torch.set_num_threads(1)  # OpenMP's threads did not survive the fork; and N workers share the cores
+        # The watcher calls it with the error of a thread that does not come back. The launcher shows the error.
+        sys.excepthook = lambda kind, error, trace: self._leave_failure(here.rank, error)
         try:
             with patch_environment(**export_settings({"fork_launched": self.forked or None})):
                 result = self._call()
@@ -74,7 +68,12 @@ class Task:
                 (self.directory / "result").write_bytes(self._packed(result))
         except (Exception, SystemExit) as error:
             self._leave_failure(here.rank, error)
+            if isinstance(error, Exception):
+                let_the_watcher_explain(error)
+            if hasattr(error, TOLD):
+                self._leave_failure(here.rank, error)
             raise
+        leave_the_others()
 
     def _line_prefix_of(self, here: ProcessInfo) -> str | None:
         if self.line_prefix is None:
@@ -106,9 +105,9 @@ class Task:
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
             trace = trace.tb_next  # the traceback begins at the launched function
         failure = {
-            "order": (-attempt, time.time_ns()),  # the last attempt's first failure is the one that ended the launch
+            "attempt": attempt,
             "rank": rank,
-            "reason": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "record": ending_by(error),
             "details": "".join(traceback.format_exception(type(error), error, _without_watcher(trace))).strip(),
         }
         draft = self.directory / f"{attempt}-{rank}.draft"
@@ -120,13 +119,46 @@ class Task:
         path = self.directory / "result"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
-    def failure(self) -> WorkerFailedError | None:
-        """Return the failure that came first: the others are its consequences."""
-        failures = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
-        if not failures:
+    def failure(self, exit_codes: Mapping[int, int] | None = None) -> WorkerFailedError | None:
+        """Return the failure that ended the last attempt: the others are its consequences.
+
+        `exit_codes` says by rank how workers ended, as far as that is known: one that was killed has left nothing here,
+        and if it was the first, nothing is returned.
+        """
+        left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
+        if not left:
             return None
-        first = min(failures, key=lambda failure: failure["order"])
-        return WorkerFailedError(first["rank"], first["reason"], first["details"])
+        from .failures import WorkerFailedError
+        from .verdict import Ending, judge
+
+        last = max(failure["attempt"] for failure in left)
+        failures = {failure["rank"]: failure for failure in left if failure["attempt"] == last}
+        codes = {**(exit_codes or {}), **dict.fromkeys(failures, 1)}
+        endings = [
+            Ending(rank=rank, local_rank=rank, exit_code=code, record=failures.get(rank, {}).get("record"))
+            for rank, code in codes.items()
+        ]
+        first = judge(endings, out_of_memory=False).culprit
+        if first.record is None:
+            return None
+        return WorkerFailedError(first.rank, first.record["text"], failures[first.rank]["details"], told=first.told)
+
+
+def let_the_watcher_explain(error: Exception) -> None:
+    """Hand an error to the watcher, which stands at `sys.excepthook`: it knows why a connection was lost."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def leave_the_others() -> None:
+    """Leave the process group as a script does at its end: torch lets no worker end before all of them are done.
+
+    A rank that still waits for this one is then told that it has left, and not that it is busy.
+    """
+    from ..runtime.runtime import Runtime
+
+    running = Runtime.existing()
+    if running is not None:
+        running.leave_group(together=True)
 
 
 def run_task(task: Task) -> None:

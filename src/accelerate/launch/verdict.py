@@ -8,12 +8,13 @@ import shutil
 import signal
 import socket
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..runtime.last_calls import read_calls
 from .worker import CRASH_FILE_NAME, is_users
 
 # What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
@@ -40,6 +41,8 @@ class Ending:
     """What `worker.py` wrote about an exception or `sys.exit`."""
     crash: str = ""
     """The Python stack that a fatal signal left."""
+    calls: tuple[tuple[int, str], ...] = ()
+    """Its newest collectives, by number."""
     machine: str | None = None
     """The machine, if it is another one."""
 
@@ -52,6 +55,15 @@ class Ending:
     def lost_a_peer(self) -> bool:
         """Whether its exception is what a healthy rank meets when another one is gone."""
         return self.record is not None and _SYMPTOMS_OF_A_LOST_PEER.search(self.record["text"]) is not None
+
+    @property
+    def told(self) -> str | None:
+        """What the watcher said: why the rank waited in vain, or why its peer was lost."""
+        if self.record is None:
+            return None
+        if self.record["type"] == "StuckError":
+            return re.sub(r"^[\w.]+: (Rank \d+: )?", "", self.record["text"])
+        return self.record.get("told")
 
     @property
     def is_collateral(self) -> bool:
@@ -83,6 +95,7 @@ class Ending:
             ended_by_launcher=ended_by_launcher,
             record=record,
             crash=crash,
+            calls=tuple(read_calls(Path(error_file).parent).items()),
         )
 
 
@@ -100,6 +113,8 @@ class Verdict:
     """Every failure here is a symptom: the cause is on another machine."""
     out_of_memory: bool
     """The kernel killed a process for memory during this run."""
+    shapes: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> the call in which the backend ended the culprit, where ranks brought different shapes to it."""
 
     @property
     def exit_code(self) -> int:
@@ -110,8 +125,12 @@ class Verdict:
     @property
     def headline(self) -> str:
         """What happened, in one line."""
-        if _is_stuck(self.culprit):
-            return "the ranks waited for each other in vain"
+        if self.shapes:
+            place = next(iter(_crash_places(self.culprit.crash)), None)
+            call = next(iter(self.shapes.values())).partition("(")[0]
+            return f"the ranks brought different shapes to {call}()" + (f" ({place[0]})" if place else "")
+        if self.culprit.told is not None:
+            return _parts(self.culprit.told)[0]
         where = f" on {self.culprit.machine}" if self.culprit.machine else ""
         return f"rank {self.culprit.rank}{where} failed{self._first}: {describe(self.culprit, self.out_of_memory)}"
 
@@ -122,10 +141,14 @@ class Verdict:
 
 def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
     """Find the culprit: the earliest of those that failed by themselves."""
+    endings = list(endings)
     failed = sorted((ending for ending in endings if ending.failed), key=_time)
     own = [ending for ending in failed if not ending.is_collateral]
+    if own and own[0].told is None:  # the others waited for a rank that had failed before
+        own = [ending for ending in own if ending.told is None]
     elsewhere = not own
-    candidates = own or [ending for ending in failed if not ending.ended_by_launcher] or failed
+    told = [ending for ending in failed if ending.told is not None]
+    candidates = own or told or [ending for ending in failed if not ending.ended_by_launcher] or failed
     culprit = candidates[0]
     others = [ending for ending in own if ending is not culprit]
     alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
@@ -136,7 +159,17 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
         collateral=tuple(ending for ending in failed if ending not in own and ending is not culprit),
         elsewhere=elsewhere,
         out_of_memory=out_of_memory and culprit.machine is None,
+        shapes=_different_shapes(culprit, endings),
     )
+
+
+def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, str]:
+    """Return what each rank brought to the call in which the culprit was ended by its backend; {} where it is equal."""
+    if culprit.signal_name != "SIGABRT" or not culprit.calls:
+        return {}
+    number = max(culprit.calls)[0]
+    brought = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
+    return dict(sorted(brought.items())) if len(set(brought.values())) > 1 else {}
 
 
 def _time(ending: Ending) -> float:
@@ -147,15 +180,10 @@ def _time(ending: Ending) -> float:
 def _kind(ending: Ending) -> tuple[object, ...]:
     if ending.record is None:
         return (ending.exit_code,)
-    if _is_stuck(ending):
+    if ending.told is not None:
         return (ending.record["type"],)
     last = ending.record["frames"][-1:] or [{}]
     return ending.record["type"], last[0].get("file"), last[0].get("line")
-
-
-def _is_stuck(ending: Ending) -> bool:
-    """Tell whether a rank was told by the watcher that it waits in vain."""
-    return ending.record is not None and ending.record["type"] == "StuckError"
 
 
 def describe(ending: Ending, out_of_memory: bool = False) -> str:
@@ -184,23 +212,24 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
     culprit = verdict.culprit
     here = f" on machine {machine_rank} ({socket.gethostname()})" if num_machines > 1 else ""
     host = "" if culprit.machine else here  # the headline has it
-    lines = [f" {verdict.headline}{host}"]
-    lines += _evidence(culprit, width)
-    if verdict.elsewhere and num_machines > 1:
+    blamed_elsewhere = verdict.elsewhere and num_machines > 1 and culprit.told is None
+    lines = textwrap.wrap(f" {verdict.headline}{host}", width, subsequent_indent="   ", break_long_words=False)
+    lines += _brought(verdict.shapes) if verdict.shapes else _evidence(culprit, width)
+    if blamed_elsewhere:
         lost = "it only lost its peers: the cause is on another machine, which has not said why (killed, or gone)"
         lines += _field("but", lost, width)
     if verdict.alike:
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
-    if verdict.collateral and not _is_stuck(culprit):  # there everybody is concerned, and named
+    if verdict.collateral and culprit.told is None and not verdict.shapes:  # there everybody is concerned, and named
         lines += _field("collateral", _collateral(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
     above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
     lines += _field("logs", logs or f"{above}; --log_dir DIR keeps each rank's output in a file", width)
     elsewhere = "the output and the kernel's log (dmesg) of the other machines"
-    lines += _field("try", elsewhere if verdict.elsewhere and num_machines > 1 else remedy(culprit, verdict), width)
+    lines += _field("try", elsewhere if blamed_elsewhere else remedy(culprit, verdict), width)
     lines += _field("exit code", str(verdict.exit_code), width)
     title = "── the run failed "
     return "\n".join(["", title + "─" * (width - len(title)), *lines, "─" * width])
@@ -211,17 +240,18 @@ def _field(name: str, text: str, width: int) -> list[str]:
 
 
 def _evidence(ending: Ending, width: int) -> list[str]:
+    if ending.told is not None:
+        return _places(ending.told, width)
     if ending.record is None:
-        return _crash_lines(ending.crash)
-    if _is_stuck(ending):
-        return _who_waits_where(ending.record["text"], width)
+        return [f"   {place}  in {function}" for place, function in reversed(_crash_places(ending.crash))]
     shown = []
     if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
         text = ending.record["text"]
         inner = text.splitlines()[-1] if _of_a_data_worker(ending.record) else text
-        shown = [f"   {line}" for line in inner.splitlines()[:8]]
+        for line in inner.splitlines()[:8]:
+            shown += _wrapped(line, width) or [""]
         if ending.record["cause"]:
-            shown += [f"   caused by {ending.record['cause'].splitlines()[0]}"]
+            shown += _wrapped(f"caused by {ending.record['cause'].splitlines()[0]}", width)
     places = [(f"{_short(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
     column = max((len(place) for place, _ in places), default=0)
     for place, frame in places:
@@ -229,22 +259,54 @@ def _evidence(ending: Ending, width: int) -> list[str]:
     return shown
 
 
-def _who_waits_where(text: str, width: int) -> list[str]:
-    """Show the watcher's verdict: the rule that was broken, then a line for every place where ranks are."""
-    rule, *places = re.sub(r"^[\w.]+: (Rank \d+: )?", "", text).splitlines()
-    lines = textwrap.wrap(rule, width, initial_indent="   ", subsequent_indent="   ")
-    for place in places:
-        lines += textwrap.wrap(place, width, initial_indent="   ", subsequent_indent=" " * 16, drop_whitespace=True)
-    return lines
+def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
+    """Break a line at its spaces; one that fits keeps them as they are."""
+    if len(line) <= width - 3:
+        return [f"   {line}"]
+    return textwrap.wrap(
+        line,
+        width,
+        initial_indent="   ",
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def _crash_lines(crash: str) -> list[str]:
-    """Show the frames of the thread that crashed: the user's own, else the innermost ones."""
-    current = crash.partition("Current thread")[2] or crash
-    current = current.partition("\n\n")[0]
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', current)
-    users = [frame for frame in frames if is_users(frame[0])]
-    return [f"   {_short(file)}:{line}  in {name}" for file, line, name in reversed((users or frames)[:4])]
+def _parts(told: str) -> tuple[str, str]:
+    """Return what happened, as the watcher says it, and what it says to do."""
+    happened, *advice = re.split(r"\. (?=[A-Z])", told.splitlines()[0], maxsplit=1)
+    return happened[:1].lower() + happened[1:].removesuffix("."), "".join(advice)
+
+
+def _places(told: str, width: int) -> list[str]:
+    """Show a line for every place where ranks are."""
+    return [line for place in told.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
+
+
+def _brought(shapes: Mapping[int, str]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank, call in shapes.items():
+        ranks.setdefault(call, []).append(rank)
+    return [f"   {_ranks(there)}: {call}" for call, there in ranks.items()]
+
+
+def _crash_places(crash: str) -> list[tuple[str, str]]:
+    """Return (line, function) of the thread that crashed, the innermost first: the user's own frames, else the last.
+
+    A native thread without Python may have crashed; then it was some Python thread's call that it worked for.
+    """
+    threads = crash.split("\n\n")
+    current = [thread for thread in threads if "Current thread" in thread and "File " in thread]
+    found: list[tuple[str, str, str]] = []
+    for thread in current or reversed(threads):  # the main thread comes last
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
+        users = [frame for frame in frames if is_users(frame[0])]
+        if users:
+            found = users
+            break
+        found = frames if current else []
+    return [(f"{_short(file)}:{line}", function) for file, line, function in found[:4]]
 
 
 def _short(file: str) -> str:
@@ -255,11 +317,15 @@ def _short(file: str) -> str:
 
 
 def _collateral(endings: Sequence[Ending]) -> str:
-    lost = sorted(ending.rank for ending in endings if ending.lost_a_peer)
-    ended = sorted(ending.rank for ending in endings if not ending.lost_a_peer)
-    said = [f"{_ranks(lost)} lost the connection to it"] if lost else []
-    said += [f"{_ranks(ended)} ended by the launcher"] if ended else []
-    return "; ".join(said)
+    how: dict[str, list[int]] = {"lost the connection to it": [], "waited for it": [], "ended by the launcher": []}
+    for ending in endings:
+        if ending.lost_a_peer:
+            how["lost the connection to it"].append(ending.rank)
+        elif ending.told is not None:
+            how["waited for it"].append(ending.rank)
+        else:
+            how["ended by the launcher"].append(ending.rank)
+    return "; ".join(f"{_ranks(sorted(ranks))} {what}" for what, ranks in how.items() if ranks)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -272,6 +338,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def remedy(ending: Ending, verdict: Verdict) -> str:
     """Say what to do next."""
+    if verdict.shapes:
+        return (
+            "accelerator.pad_across_processes(tensor, dim=...) before the call makes shapes equal; gather_object() "
+            "takes ragged data"
+        )
+    if ending.told is not None:
+        return _parts(ending.told)[1] or "the lines above"
     if ending.signal_name is not None:
         return _REMEDY_FOR_SIGNALS["OOM" if verdict.out_of_memory and ending.signal_name == "SIGKILL" else ""].get(
             ending.signal_name, f"rank {ending.rank} was ended from outside: who sent {ending.signal_name}?"
@@ -308,6 +381,11 @@ _REMEDY_FOR_SIGNALS = {
 }
 
 _REMEDIES = (
+    (
+        r"AttributeError: '(DistributedDataParallel|OptimizedModule)' object has no attribute",
+        "accelerator.unwrap_model(model), which has the attributes of your own model; prepare() has put another module "
+        "around it",
+    ),
     (r"BdbQuit", "nothing: the debugger was left with `q`, which ends the rank; `c` lets it go on"),
     (
         r"ModuleNotFoundError: .*No module named",
@@ -325,7 +403,10 @@ _REMEDIES = (
     (r"Caught .* in DataLoader worker", "num_workers=0, which shows the same exception under a debugger"),
     (r"address already in use|EADDRINUSE", "leave --main_process_port out: a free port is chosen"),
     (r"FileNotFoundError", "the path, seen from the folder where the launch was typed"),
-    (r"UnsupportedSettingError|RuntimeConflictError|StuckError", "what the message says"),
+    (
+        r"UnsupportedSettingError|RuntimeConflictError|CheckpointError|DistributedOperationException",
+        "what the message says",
+    ),
     (
         r"mark a variable ready only once|expected to have finished reduction|did not receive grad",
         "DistributedDataParallelKwargs(find_unused_parameters=True), if some parameters take no part in the loss",

@@ -26,6 +26,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"
 DEBUG_RANK = "ACCELERATE_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
+TOLD = "__accelerate_told__"
+"""Attribute of an exception: why the watcher thinks a peer was lost."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
 
@@ -60,7 +62,7 @@ def main() -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         if is_debugged and isinstance(error, Exception):
             debug(error)
-        if getattr(error, "__notes__", None):  # it was explained meanwhile, by the watcher
+        if hasattr(error, TOLD):  # it was explained meanwhile, by the watcher
             record(error, error_file)
         raise SystemExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None
 
@@ -144,22 +146,29 @@ def run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def ending_by(error: BaseException) -> dict[str, Any]:
+    """Return what the verdict needs to know of an error that ends a rank: `Ending.record`."""
+    return {
+        "type": type(error).__name__,
+        "text": "".join(traceback.format_exception_only(type(error), error)).strip(),
+        "cause": _root_cause(error),
+        "told": getattr(error, TOLD, None),
+        "frames": user_frames(error),
+        "time": time.time(),
+    }
+
+
 def record(error: BaseException, error_file: str | None) -> None:
     """Write what happened where torchelastic expects it, with the frames of the user's own code."""
     if error_file is None:
         return
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    ending = {
-        "type": type(error).__name__,
-        "text": text,
-        "cause": _root_cause(error),
-        "frames": user_frames(error),
-        "time": time.time(),
-    }
+    ending = ending_by(error)
     whole = "".join(traceback.format_exception(type(error), error, own_part(error.__traceback__)))
     extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
     try:
-        Path(error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "ending": ending}))
+        Path(error_file).write_text(
+            json.dumps({"message": {"message": ending["text"], "extraInfo": extra}, "ending": ending})
+        )
     except OSError:  # a full disk must not hide the error itself
         traceback.print_exc()
 

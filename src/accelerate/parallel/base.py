@@ -26,8 +26,6 @@ class Capabilities:
 
     defers_sync: bool = False
     """Gradients can be accumulated without being reduced (`no_sync`)."""
-    owns_precision: bool = False
-    """The engine casts: the model's forward pass needs no autocast."""
     owns_scaling: bool = False
     """The engine scales losses in fp16: nobody else does."""
     compiles_inside: bool = False
@@ -61,6 +59,8 @@ class Batch:
     kwargs: dict[str, Any]
     target: Any = None
     loss_fn: Callable[..., Tensor] | None = None
+    num_items: int | Tensor | None = None
+    """Over how many items the loss is a sum; None where it is a mean."""
 
     def loss_of(self, outputs: Any, target: Any) -> Tensor:
         """Return the loss of outputs: by the function, or the one that the model itself returned."""
@@ -73,6 +73,10 @@ class Batch:
                 "loss: give loss_fn=..., and target=... if it takes one."
             )
         return loss
+
+
+Shares = AbstractContextManager[Callable[[Tensor], Tensor]]
+"""A context for backward passes, and what says with what that of each loss begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,13 @@ class Strategy(ABC):
         # A parameter that was replaced -> the one that took its place.
         self._successors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to the objects of this process: weak references, and functions of the Accelerator."""
+        return {**self.__dict__, "_successors": None, "_optimizers": None, "steps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _successors=WeakIdKeyDictionary(), _optimizers=WeakSet())
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place and wrap the models, then bind the optimizers to the parameters the models now have."""
@@ -192,6 +203,9 @@ class Strategy(ABC):
         else:  # every step comes here, and a call without ** is the cheaper one
             loss.backward()  # type: ignore[no-untyped-call]
 
+    def look_at_mean(self, loss: Tensor) -> None:  # noqa: B027 - only parts of sequences are compared
+        """See a mean loss before its backward pass; warn where processes must not weigh the same."""
+
     def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
         """Multiply the gradients that a window has accumulated."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -202,16 +216,15 @@ class Strategy(ABC):
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(dtype))
 
-    def forward_backward(
-        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]
-    ) -> Tensor:
+    def forward_backward(self, model: nn.Module, batch: Batch, shares: Shares, backward: Callable[..., None]) -> Tensor:
         """Compute the gradients of one batch and return its mean loss.
 
-        `backward` runs the backward pass of a loss; a strategy that runs it itself asks `share` what to begin it with.
+        `backward` runs the backward pass of a loss; a strategy that runs it itself does so in the context `shares`,
+        and asks it what to begin with.
         """
         loss = batch.loss_of(model(*batch.args, **batch.kwargs), batch.target)
-        backward(loss)
-        return loss.detach()
+        backward(loss, num_items=batch.num_items)
+        return loss.detach() if batch.num_items is None else loss.detach() / batch.num_items
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward passes leave gradients unreduced."""
@@ -269,6 +282,11 @@ class Strategy(ABC):
                 if successor is not param:
                     optimizer.state[successor] = optimizer.state.pop(param)
         move_optimizer_state(optimizer, self.runtime.device)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

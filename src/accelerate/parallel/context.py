@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import UnsupportedSettingError
+
+
+def require_no_recurrence(model: nn.Module, setting: str) -> None:
+    """Refuse recurrent layers where every process has a part of each sequence."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            raise UnsupportedSettingError(
+                f"{setting} with {name or 'a model'}, a {type(module).__name__},",
+                "a recurrent layer needs all positions before its own, and every process has some of them.",
+                "Spread the model by dp_shard_size or pp_size.",
+            )
 
 
 @contextmanager

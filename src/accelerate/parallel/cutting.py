@@ -26,7 +26,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class CannotCutError(ValueError):
-    """Refuse to cut a model, with the reason and what can be done."""
+    """Refuse to cut a model, with the reason and what can be done.
+
+    The model has no blocks to divide, fewer of them than stages, or parameters that two stages need. Name the cuts with
+    `PipelineConfig(split_at=...)`, give `example_inputs`, or take fewer stages.
+    """
 
 
 @dataclass

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.plugins import DistributedDataParallelKwargs
 from ..runtime.device import ddp_device_ids
 from ..runtime.runtime import Runtime
+from .averaging import average_gradients
 from .base import Capabilities, Strategy
+from .dtensors import require_plain
 
 
 class DataParallel(Strategy):
@@ -22,35 +27,52 @@ class DataParallel(Strategy):
     def __init__(self, runtime: Runtime, handler: DistributedDataParallelKwargs | None = None) -> None:
         super().__init__(runtime)
         self.handler = handler
+        # Models with `static_graph` whose graph is not known yet.
+        self._unlearned: WeakSet[nn.Module] = WeakSet()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model in DDP, unless nothing in it is trained."""
         if not any(param.requires_grad for param in model.parameters()):
             return model
+        require_plain(model)
         options = self.handler.to_kwargs() if self.handler is not None else {}
         device_ids = ddp_device_ids(self.runtime.device)
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
         if self.handler is not None:
             self.handler.register_comm_hook(wrapped)
+        if wrapped.static_graph:
+            self._note_first_forward(wrapped)
         return wrapped
 
+    def _note_first_forward(self, model: nn.Module) -> None:
+        self._unlearned.add(model)
+
+        def note(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                self._unlearned.discard(model)
+                hook.remove()
+
+        hook = model.register_forward_hook(note)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients unreduced inside the context."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        """Leave gradients unreduced inside the context.
+
+        With `static_graph` the first backward pass is reduced all the same, because DDP learns the graph from it. That
+        changes no sum: see [Note: averaging twice] in `averaging.py`.
+        """
+        if not isinstance(model, DistributedDataParallel) or model in self._unlearned:
+            return nullcontext()
+        return model.no_sync()
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
-        return _resumed(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        """Average gradients at the end of the context, although the forward pass ran in `no_sync`.
+
+        DDP's reducer would have to be told before the backward pass which parameters the forward pass has used.
+        """
+        return _averaged_at_the_end(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 @contextmanager
-def _resumed(model: DistributedDataParallel) -> Iterator[None]:
-    """Arm the reducer, which DDP does only in forward passes that will synchronise."""
-    before = (model.require_backward_grad_sync, model.require_forward_param_sync)
-    model.require_backward_grad_sync = True
-    model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
+def _averaged_at_the_end(model: nn.Module) -> Iterator[None]:
+    yield
+    average_gradients(model.parameters())

@@ -28,7 +28,7 @@ from ..config.packages import compare_versions, has_package
 from ..errors import UnsupportedSettingError
 from ..runtime import device as devices
 from ..runtime.runtime import Runtime
-from .base import Bundle, Capabilities, EngineState, Strategy
+from .base import Bundle, Capabilities, EngineState, Strategy, params_of
 from .deepspeed_engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_behind
 from .deepspeed_filling import completed
 
@@ -107,7 +107,7 @@ class DeepSpeedEngines(Strategy):
         return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
 
     def _model_of(self, optimizer: Optimizer, bundle: Bundle) -> nn.Module:
-        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        wanted = {id(param) for param in params_of(optimizer)}
         for model in bundle.models:
             if any(id(param) in wanted for param in model.parameters()):
                 return model

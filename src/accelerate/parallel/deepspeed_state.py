@@ -66,17 +66,17 @@ class DeepSpeedState(EngineState):
         """Compare the ZeRO stage and the names and shapes of the parameters."""
         model_state = next((state for state in states.values() if "module" in state), None)
         if model_state is None:
-            return "without a file of DeepSpeed's model states"
+            return "the checkpoint has no file of DeepSpeed's model states"
         there = model_state["ds_config"].get("zero_optimization", {}).get("stage", 0)
         here = self.engine.zero_optimization_stage()
         if there != here:
-            return f"under ZeRO-{int(there)}, and this is ZeRO-{int(here)}"
+            return f"ZeRO-{int(here)} here and ZeRO-{int(there)} in the checkpoint"
         if self._comes_from_another_world(model_state) and (reason := self._bound_to_its_world(states)):
-            return f"on {model_state['dp_world_size']} ranks, and {reason}"
+            return f"the checkpoint was saved on {model_state['dp_world_size']} ranks, and {reason}"
         own, saved = self._own_shapes(), _shapes(model_state["param_shapes"], model_state["module"])
         if own != saved:
             differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-            return f"with other parameters: {', '.join(differing[:4])}"
+            return f"the parameters differ: {', '.join(differing[:4])}"
         return None
 
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,9 +89,9 @@ class DeepSpeedState(EngineState):
     def _bound_to_its_world(self, states: Mapping[str, Any]) -> str | None:
         """Say why states cannot be laid out for another number of ranks, if they cannot."""
         if self.engine.has_moe_layers or self.engine.mp_world_size > 1:
-            return "experts or tensor parallelism of DeepSpeed are loaded on as many ranks as saved them"
+            return "DeepSpeed's experts and tensor parallelism must be loaded on the number of ranks that saved them"
         if self.engine.zero_nvme_offload_optimizer():
-            return "states offloaded to nvme are loaded on as many ranks as saved them"
+            return "states offloaded to nvme must be loaded on the number of ranks that saved them"
         if any("optimizer_state_dict" in state and not state["optimizer_state_dict"] for state in states.values()):
             return "its optimizer had no state"
         return None

@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-# torch.distributed.tensor takes long to import, so a DTensor is recognised by what it has.
+from ..runtime.collectives import mesh_of, whole
 
-
-def mesh_of(tensor: Tensor) -> Any:
-    """Return the mesh a tensor is spread over, or None where it is whole."""
-    return getattr(tensor, "device_mesh", None)
+__all__ = ["gathered", "is_spread", "local", "mesh_of", "part_of", "require_plain", "spread_like", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,14 +18,31 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every process; all of its mesh call it."""
-    return tensor if mesh_of(tensor) is None else tensor.full_tensor()  # type: ignore[attr-defined]
-
-
 def is_spread(tensors: Iterable[Tensor]) -> bool:
     """Tell whether any of these lives on more than one process."""
     return any(mesh_of(tensor) is not None for tensor in tensors)
+
+
+def require_plain(model: nn.Module, tp: Any = None) -> None:
+    """Refuse a model that somebody has spread before; one whose layers are split over `tp`, the axis, is welcome."""
+    kind = type(model).__name__
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        raise ValueError(
+            f"The {kind} is sharded already: fully_shard() was called on it, and prepare() shards models itself. "
+            "Give prepare() the plain model, and Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) the "
+            "settings."
+        )
+    for name, param in model.named_parameters():
+        mesh = mesh_of(param)
+        if mesh is None:
+            continue
+        if tp is None or mesh.size() != tp.size():
+            raise ValueError(
+                f"The {kind} was split before prepare(): {name} is spread over {mesh.size()} processes, and this "
+                f"Accelerator has {'no tp axis' if tp is None else f'tp_size={tp.size()}'}. Say "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}, ...)), or give prepare() the "
+                "plain model."
+            )
 
 
 def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:

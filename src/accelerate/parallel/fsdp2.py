@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config.environment import FSDP_VARIABLES, export
 from ..config.sharding import FullyShardedDataParallelPlugin
 from .unwrapping import own_name
-from .wrapping import ignored_parameters
+from .wrapping import ignored_modules, parameters_in
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -48,10 +48,10 @@ def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
 ) -> set[nn.Parameter]:
     """Return the parameters of modules, or of those whose names match a pattern, moved to a device."""
-    params = ignored_parameters(model, FullyShardedDataParallelPlugin(ignored_modules=modules))
+    params = parameters_in(ignored_modules(model, FullyShardedDataParallelPlugin(ignored_modules=modules)))
     for param in params:
         param.data = param.data.to(device)
-    return params
+    return set(params)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:

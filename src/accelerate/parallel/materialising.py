@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from ..runtime.modules import names_in_common, owner_of
+from .dtensors import local, spread_like
 
 
 class Ties:
@@ -39,7 +40,7 @@ def initialise(module: nn.Module, device: torch.device, initialise_one: Callable
     """
     owners = [child for child in module.modules() if any(p.is_meta for p in _own_tensors(child))]
     for child in owners:
-        child.to_empty(device=device, recurse=False)
+        child._apply(lambda tensor: _unset(tensor, device) if tensor.is_meta else tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
         if initialise_one is not None:
             initialise_one(child)
             continue
@@ -52,8 +53,36 @@ def initialise(module: nn.Module, device: torch.device, initialise_one: Callable
             )
         reset()
     for child in owners:
+        for name, tensor in [*child._parameters.items(), *child._buffers.items()]:
+            if tensor is not None and _is_unset(tensor.detach()):
+                how = "reset_parameters()" if initialise_one is None else "the param_init_fn"
+                raise ValueError(
+                    f"A {type(child).__name__} was made on the meta device, and {how} gave no value to its {name}. Let "
+                    "it, or load the weights on the first process (cpu_ram_efficient_loading=True)."
+                )
+    for child in owners:
         for tensor in _own_tensors(child):
             dist.broadcast(tensor.detach(), src=0)
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a tensor, full of what nobody initialises with."""
+    empty = torch.empty_like(tensor, device=device)
+    mark = _mark(tensor.dtype)
+    return empty if mark is None else empty.fill_(mark)
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    mark = _mark(tensor.dtype)
+    if mark is None or tensor.numel() == 0:
+        return False
+    return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
+
+
+def _mark(dtype: torch.dtype) -> float | None:
+    if dtype.is_floating_point:
+        return math.nan if dtype.itemsize > 1 else None
+    return None if dtype.is_complex or dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
@@ -62,29 +91,57 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def to_meta(model: nn.Module) -> dict[str, Any]:
-    """Take all weights out of a model, and return its state on the first process; buffers stay where they are."""
-    state = model.state_dict() if dist.get_rank() == 0 else {}
+    """Take all weights out of a model, and return what it held on the first process; buffers stay where they are."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()} if dist.get_rank() == 0 else {}
     ties = Ties(model)
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
                 module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
     ties.restore(model)
-    return state
+    return held
 
 
-def load_from_first(model: nn.Module, state: dict[str, Any], device: torch.device, *, offload: bool) -> None:
-    """Give every process its shards of the state that the first one has."""
+@torch.no_grad()
+def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
+    """Give every process its shards of the parameters that the first one holds, and all of its buffers.
+
+    Buffers that are not saved count too: nothing else would fill those of a model that was made on the meta device.
+    """
     ties = Ties(model)
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=torch.device("cpu") if offload else device)
+    empty = {id(buffer): torch.empty_like(buffer, device=device) for buffer in buffers.values()}
     for name, buffer in buffers.items():
-        if not buffer.is_meta:
-            owner, own = owner_of(model, name)
-            owner._buffers[own] = buffer.to(device)
+        owner, own = owner_of(model, name)
+        owner._buffers[own] = empty[id(buffer)]
     ties.restore(model)
-    set_model_state_dict(
-        model,
-        state,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload),
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in targets.items()}
+    extra = {name: value for name, value in held.items() if not isinstance(value, Tensor)}
+    told = [forms, extra]
+    dist.broadcast_object_list(told, src=0, device=device)
+    [first_forms, extra] = told
+    objections: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(objections, None if forms == first_forms else _difference(forms, first_forms))
+    if any(objections):
+        raise ValueError(next(filter(None, objections)))
+    for name, target in targets.items():
+        value = held[name].to(device) if held else torch.empty(target.shape, dtype=target.dtype, device=device)
+        dist.broadcast(value, src=0)
+        local(target).copy_(local(spread_like(value, target)))
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def _difference(own: dict[str, Any], first: dict[str, Any]) -> str:
+    name = next(name for name in {**first, **own} if own.get(name) != first.get(name))
+
+    def told(form: Any) -> str:
+        return "missing" if form is None else f"{tuple(form[0])} of {form[1]}"
+
+    return (
+        "cpu_ram_efficient_loading gives every process what the model holds on process 0, and on process "
+        f"{dist.get_rank()} it is another model: {name} is {told(own.get(name))}, and on process 0 "
+        f"{told(first.get(name))}. Make the same model on every process, with the same weights tied."
     )

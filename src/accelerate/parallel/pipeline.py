@@ -21,7 +21,7 @@ from ..runtime.mesh import Mesh
 from ..runtime.nested import TensorInformation
 from ..runtime.runtime import Runtime
 from . import materialising
-from .base import Batch
+from .base import Batch, Shares
 from .cutting import Division, divide, parameters_elsewhere, stage_starts
 from .dtensors import whole
 from .schedules import Pipeline, pipeline_of
@@ -98,6 +98,7 @@ class PipelineParallel(MeshParallel):
             view.begin()
         vars(model).pop("_original_forward", None)
         model.forward = Pipeline(views, division, skeleton, self.config, self.group, self.runtime.device)
+        self._wait_for_first_pass(model)
         self._say(model, division)
         return model
 
@@ -144,14 +145,14 @@ class PipelineParallel(MeshParallel):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]
-    ) -> Tensor:
+    def forward_backward(self, model: nn.Module, batch: Batch, shares: Shares, backward: Callable[..., None]) -> Tensor:
         """Pass a batch through the stages and back, and return its mean loss on every process of the pipeline."""
         pipeline = pipeline_of(model)
         if pipeline is None:
-            return super().forward_backward(model, batch, share, backward)
-        with phases.during(phases.BACKWARD):  # its stages wait for each other all the way
+            return super().forward_backward(model, batch, shares, backward)
+        if model in self._first_passes:
+            self._first_passes[model].begins(model, batch.args, batch.kwargs)
+        with phases.during(phases.BACKWARD), shares as share:  # its stages wait for each other all the way
             return pipeline.train(batch, share)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:

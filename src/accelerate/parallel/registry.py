@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from ..config.deepspeed import DeepSpeedPlugin
 from ..config.origins import NOT_YET
@@ -80,4 +81,5 @@ def _engines_of(
 
 def _over_all(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
     hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
-    return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts)
+    others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp")}  # and not the environment's
+    return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts, **others)

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from ..callers import warn
 from ..config.parallelism import PipelineConfig
 from ..runtime.nested import TensorInformation, leaves, named_leaves, recursively_apply
 from .base import Batch
-from .cutting import Division, require_use_where_given
+from .cutting import CannotCutError, Division, require_use_where_given
+from .dtensors import whole
+from .means import divisors_of, is_sum
 from .stages import StageView
 from .surveying import Handover, Skeleton, Survey, tensors_of
 
@@ -50,6 +53,7 @@ class Pipeline:
         """The names in the state of the whole model, in its order."""
         self._plans: dict[Any, _Plan] = {}
         self._surveys: dict[Any, Survey] = {}
+        self._compares_means = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs on every process of the pipeline; for evaluation only."""
@@ -85,17 +89,41 @@ class Pipeline:
         calls = _cut(call, rows, self.microbatches)
         targets = _cut(batch.target, rows, self.microbatches)
         losses: list[Tensor] = []
+        divisors: list[list[Any]] = []
+        sums: list[bool] = []
+        weight = 1 / len(calls) if batch.num_items is None else 1.0
 
         def loss_of(index: int, outputs: Any) -> Tensor:
             loss = batch.loss_of(outputs, targets[index])
+            if batch.num_items is None and self._compares_means:
+                divisors.append(divisors_of(loss))
+                sums.append(is_sum(loss))
             losses.append(loss.detach())
-            return share(loss) / len(calls)
+            return share(loss) * weight
 
         self._run(calls, loss_of, training=True)
-        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
-        mean = mean.to(self.device, torch.float32)
+        self._warn_of_means(divisors, any(sums))
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        mean = (total * weight if batch.num_items is None else total / batch.num_items).to(self.device, torch.float32)
         dist.broadcast(mean, group=self.group, group_src=self.group.size() - 1)
         return mean
+
+    def _warn_of_means(self, divisors: list[list[Any]], sums: bool) -> None:
+        """Say once, at the script's line, that the mean over micro-batches is not the loss of the batch."""
+        counts = sorted({tuple(float(whole(divisor)) for divisor in found) for found in divisors})
+        if len(counts) < 2 and not sums:
+            return
+        self._compares_means = False
+        fault = (
+            f"a sum, and a pipeline takes the mean over the {self.microbatches} micro-batches"
+            if sums
+            else f"a mean over {counts[0][0]:g} items in one micro-batch and over {counts[-1][0]:g} in another, and a "
+            "pipeline gives micro-batches the same weight"
+        )
+        warn(
+            f"The loss is {fault}: gradients are not those of the whole batch. Give the sum and the number of items: "
+            "accelerator.forward_backward(model, ..., loss_fn=<sum over the items>, num_items=<items of the batch>)."
+        )
 
     def _require_equal_parts(self, rows: int) -> None:
         parts = self.microbatches
@@ -110,10 +138,10 @@ class Pipeline:
     # --- the run ----------------------------------------------------------------------------------------------------
 
     def _run(self, calls: list[Call], finish: Callable[[int, Any], Any], *, training: bool) -> None:
-        plan = self._plan(calls, training)
         for view in self.views:
             view.follow()
-            view.hands_over = plan.handed_by(view)
+        plan = self._plan(calls, training)
+        plan.tell_stages()
         for stage in plan.stages:
             stage.calls, stage.reduces = calls, self.reduces
         plan.finish = finish
@@ -122,10 +150,11 @@ class Pipeline:
             plan.schedule.step(numbers=numbers, target=numbers if training else None, return_outputs=False)
         finally:
             plan.forget()
+        self.views[-1].lead()
 
     def _plan(self, calls: list[Call], training: bool) -> _Plan:
         """Return stages and schedule for micro-batches of this shape, made on first use."""
-        form = tuple(_form(name, leaf) for name, leaf in named_leaves(calls[0]))
+        form = (self.views[0].module.training, *(_form(name, leaf) for name, leaf in named_leaves(calls[0])))
         key = (training, len(calls), form)
         if key not in self._plans:
             _make_room(self._plans, _MOST_PLANS)
@@ -135,8 +164,14 @@ class Pipeline:
     def _survey(self, form: Any, call: Call) -> Survey:
         if form not in self._surveys:
             _make_room(self._surveys, _MOST_SURVEYS)
-            survey = self._skeleton.survey(*call)
+            survey = self._skeleton.survey(*call, training=self.views[0].module.training)
             require_use_where_given(self._division, survey.uses)
+            if survey.changes and len(self.views) > 1:
+                raise CannotCutError(
+                    f"The forward pass changes {', '.join(survey.changes)}, and a process with {len(self.views)} "
+                    "stages would change it as many times. Use a schedule with one stage on every process: "
+                    'PipelineConfig(schedule="1f1b").'
+                )
             self._surveys[form] = survey
         return self._surveys[form]
 
@@ -160,7 +195,6 @@ class _Plan:
     """torch's stages and schedule for micro-batches of one shape."""
 
     def __init__(self, pipeline: Pipeline, survey: Survey, parts: int, training: bool) -> None:
-        self._handovers = survey.handovers
         self.finish: Callable[[int, Any], Any] | None = None
         self.stages = [
             _Stage(
@@ -182,9 +216,10 @@ class _Plan:
             scale_grads=False,
         )
 
-    def handed_by(self, view: StageView) -> Handover:
-        """Return what a stage hands over."""
-        return Handover() if view.is_last else self._handovers[view.index]
+    def tell_stages(self) -> None:
+        """Tell the stages what they receive and hand over."""
+        for stage in self.stages:
+            stage.view.receives, stage.view.hands_over = stage.received, stage.handed
 
     def _finish(self, tensors: tuple[Tensor, ...], number: Tensor) -> Any:
         """Hand the last stage's outputs, as the model returned them, to who asked for them."""
@@ -216,15 +251,15 @@ class _Stage(PipelineStage):
         self.calls: list[Call] = []
         self.reduces = True
         self._finish = finish
-        received = survey.handovers[view.index - 1] if view.index else Handover()
-        self._handed = Handover() if view.is_last else survey.handovers[view.index]
+        self.received = survey.handovers[view.index - 1] if view.index else Handover()
+        self.handed = Handover() if view.is_last else survey.handovers[view.index]
         super().__init__(
             view.module,
             view.index,
             len(survey.handovers) + 1,
             device,
-            input_args=received.examples(),
-            output_args=self._handed.examples(),
+            input_args=self.received.examples(),
+            output_args=self.handed.examples(),
             group=group,
         )
 
@@ -234,7 +269,7 @@ class _Stage(PipelineStage):
         if not self.is_last:
             return tuple(
                 _sendable(leaf, dtype, self.has_backward)
-                for leaf, (_, dtype) in zip(outputs, self._handed.forms, strict=True)
+                for leaf, (_, dtype) in zip(outputs, self.handed.forms.values(), strict=True)
             )
         if self._finish is not None:
             self._finish(outputs, numbers)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint as forget_activations
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
+from ..callers import warn
 from ..config.sharding import FullyShardedDataParallelPlugin
+from ..errors import UnsupportedSettingError
 from ..runtime.mesh import Mesh
 from ..runtime.runtime import Runtime
 from . import materialising
-from .base import Capabilities, Steps, Strategy
-from .context import split_sequences
-from .dtensors import gathered, mesh_of, spread_like, whole
+from .averaging import WholeModules, begin_equal
+from .base import Capabilities, Steps, Strategy, params_of
+from .context import require_no_recurrence, split_sequences
+from .dtensors import gathered, mesh_of, require_plain, spread_like, whole
+from .means import divisors_of
+from .positions import Cut, FirstPass, require_torchs_attention
 from .tensor import split_layers
 from .unwrapping import own_name
-from .wrapping import ignored_parameters, units_of
+from .wrapping import ignored_modules, parameters_in, units_of
+
+_MOST_DIVISORS = 4
 
 
 class MeshParallel(Strategy):
@@ -35,7 +44,18 @@ class MeshParallel(Strategy):
         self.mesh = mesh
         self.plugin = plugin
         shards = mesh.sharding is not None
-        self.capabilities = Capabilities(defers_sync=shards, owns_precision=shards)
+        if shards and plugin.cpu_ram_efficient_loading and mesh.size("tp") > 1:
+            raise UnsupportedSettingError(
+                "cpu_ram_efficient_loading=True with tp_size > 1",
+                "layers are split before the first process hands out its weights.",
+                "Load the model on every process.",
+            )
+        self.capabilities = Capabilities(defers_sync=shards)
+        self._whole_modules: MutableMapping[nn.Module, WholeModules] = WeakKeyDictionary()
+        self._cut: Cut | None = None
+        """What `split_sequences` has cut at the moment."""
+        self._first_passes: MutableMapping[nn.Module, FirstPass] = WeakKeyDictionary()
+        self._compares_means = mesh.size("cp") > 1
 
     # --- who shares what --------------------------------------------------------------------------------------------
 
@@ -73,12 +93,24 @@ class MeshParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split, recompute and shard a model in place, as far as each was asked for."""
-        return self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
+        model = self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
+        self._wait_for_first_pass(model)
+        return model
+
+    def _wait_for_first_pass(self, model: nn.Module) -> None:
+        """Check how a model treats positions; after sharding, whose hooks must not run before this one."""
+        if self.mesh.size("cp") > 1:
+            self._first_passes[model] = FirstPass(model, lambda: self._cut, self.gradient_group)
 
     def _spread(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
-        if self.mesh.size("tp") > 1:
-            split_layers(model, self.mesh.config.tp_plan, self.mesh.axis("tp"))
+        tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
+        require_plain(model, tp)
+        if self.mesh.size("cp") > 1:
+            require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
+            require_torchs_attention(model)
+        if tp is not None:
+            split_layers(model, self.mesh.config.tp_plan, tp)
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
         if self.mesh.sharding is not None:
@@ -117,19 +149,13 @@ class MeshParallel(Strategy):
                 "transformer_cls_names_to_wrap."
             )
         for unit in units:
-            if self.plugin.activation_checkpointing_offload:
-                _keep_inputs_on_the_host(unit)
-            forget_activations(unit)
+            unit.forward = Recomputed(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
         return model
 
     def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         plugin = self.plugin
-        ignored = ignored_parameters(model, plugin)
-        options: dict[str, Any] = {
-            "mesh": self.mesh.sharding,
-            "offload_policy": self._offload_policy(),
-            "ignored_params": ignored or None,
-        }
+        ignored = ignored_modules(model, plugin)
+        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
         policy = plugin.mixed_precision_policy
         inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
         outer = {} if policy is None else {"mp_policy": policy}
@@ -144,13 +170,20 @@ class MeshParallel(Strategy):
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
+            options["ignored_params"] = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
             fully_shard(unit, **options, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_where_no_backward_follows)
         if from_first:
             materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
-        for param in ignored:
+        kept_whole = parameters_in(ignored)
+        for param in kept_whole:
             param.data = param.data.to(self.runtime.device)
+        if kept_whole:
+            self._whole_modules[model] = WholeModules(kept_whole, self.gradient_group, self.runtime.device)
+        if self.mesh.size("dp_replicate") > 1 and not from_first:
+            shards = [param for param in model.parameters() if mesh_of(param) is not None]
+            begin_equal(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
         return model
 
     def _offload_policy(self) -> Any:
@@ -161,7 +194,7 @@ class MeshParallel(Strategy):
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         super()._rebind(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
@@ -175,11 +208,24 @@ class MeshParallel(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Leave gradients whole and unreduced inside the context."""
-        return _synchronising(model, False) if isinstance(model, FSDPModule) else nullcontext()
+        return self._synchronising(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
-        return _synchronising(model, True) if isinstance(model, FSDPModule) else nullcontext()
+        return self._synchronising(model, True)
+
+    @contextmanager
+    def _synchronising(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        beside = self._whole_modules.get(model)
+        model.set_requires_gradient_sync(synchronises)
+        try:
+            with nullcontext() if beside is None else beside.averaging(synchronises):
+                yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
     def split_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
@@ -188,7 +234,38 @@ class MeshParallel(Strategy):
         handler = self.mesh.config.cp_handler
         if self.mesh.size("cp") == 1 or handler is None:
             return nullcontext()
-        return split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore)
+        return self._noting(
+            [(buffer, dim % buffer.dim()) for buffer, dim in zip(buffers, dims, strict=False)],
+            split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore),
+        )
+
+    @contextmanager
+    def _noting(self, cut: Cut, splitting: AbstractContextManager[None]) -> Iterator[None]:
+        with splitting:
+            self._cut = cut
+            try:
+                yield
+            finally:
+                self._cut = None
+
+    def look_at_mean(self, loss: Tensor) -> None:
+        """Say once, at the script's line, that the parts of a sequence are means over different numbers of items."""
+        if not self._compares_means or self._cut is None:
+            return
+        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MOST_DIVISORS]
+        counts = torch.tensor(found + [0.0] * (_MOST_DIVISORS - len(found)), device=self.runtime.device)
+        extremes = torch.cat([counts, -counts])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.mesh.axis("cp").get_group())
+        most, least = (part.tolist() for part in (extremes[:_MOST_DIVISORS], -extremes[_MOST_DIVISORS:]))
+        for high, low in zip(most, least, strict=True):
+            if high != low:
+                self._compares_means = False
+                warn(
+                    f"The loss is a mean over {low:g} items on one process and over {high:g} on another of those that "
+                    "share a sequence, and each has the same weight: gradients are not those of the whole sequence. "
+                    "Give the sum and the number of items here: accelerator.backward(loss_sum, num_items=n)."
+                )
+                return
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
         """Scale gradients by their norm over all shards; return the norm they had."""
@@ -234,25 +311,29 @@ def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     return together.max() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
 
 
-@contextmanager
-def _synchronising(model: FSDPModule, synchronise: bool) -> Iterator[None]:
-    model.set_requires_gradient_sync(synchronise)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
 def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         cast(FSDPModule, model).reshard()
 
 
-def _keep_inputs_on_the_host(unit: nn.Module) -> None:
-    forward = unit.forward
+class Recomputed:
+    """A forward pass that keeps its inputs only, on the host if asked to, and runs again in the backward pass."""
 
-    def offloading(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
+        self.forward = forward
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        if not self.offload:
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        # torch saves positional inputs only. Masks and positions stay where they are: the units share them.
+        moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
+        kept = {name: value for name, value in kwargs.items() if name not in moved}
+
+        def forward(*values: Any) -> Any:
+            return self.forward(*values[: len(args)], **dict(zip(moved, values[len(args) :], strict=True)), **kept)
+
+        # Around the checkpoint and not inside it, where what the unit computes would be saved as well.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
-            return forward(*args, **kwargs)
-
-    unit.forward = offloading
+            return checkpoint(forward, *args, *moved.values(), use_reentrant=False)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..runtime.modules import owner_of
-from ..runtime.nested import leaves, recursively_apply
-from .cutting import Division
+from ..runtime.nested import leaves
+from .cutting import CannotCutError, Division
 from .surveying import Handover, Skeleton, tensors_of
 
 _MOST_KNOWN = 64
@@ -30,16 +30,24 @@ class Absent(nn.Module):
         self.__dict__["_known"] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the part would return, remembered by the shapes it is called with."""
-        key = tuple((x.shape, x.dtype, type(x)) if isinstance(x, Tensor) else x for x in leaves((args, kwargs)))
+        """Return what the part would return; fake tensors are remembered by the shapes that led to them.
+
+        Anything else, such as a mask or a number, may follow from the values of the inputs, and is computed each time.
+        """
+        given = leaves((args, kwargs))
+        key = tuple((x.shape, x.dtype, type(x)) if isinstance(x, Tensor) else (x, type(x)) for x in given)
         try:
             if key in self._known:
                 return self._known[key]
         except TypeError:  # an argument that cannot be compared
             return self.ghost(*args, **kwargs)
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        result = self._known[key] = self.ghost(*args, **kwargs)
+        versions = _versions(given)
+        result = self.ghost(*args, **kwargs)
+        without_data = all(leaf is None or isinstance(leaf, FakeTensor) for leaf in leaves(result))
+        if without_data and _versions(given) == versions:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = result
         return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +59,12 @@ class Absent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["ghost"], name)
+
+
+def _versions(data: list[Any]) -> list[int]:
+    """Return how often each tensor that has values was written to."""
+    tensors = [x for x in data if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 class NextStage(Absent):
@@ -73,7 +87,7 @@ class StageView:
     def __init__(self, model: nn.Module, division: Division, skeleton: Skeleton, index: int) -> None:
         self.index = index
         self.is_last = index == division.num_stages - 1
-        self.hands_over = Handover()
+        self.receives = self.hands_over = Handover()
         self.output: Any = None
         """What the last stage returned, whose tensors went the way of the pipeline."""
         self._division = division
@@ -115,30 +129,28 @@ class StageView:
             self._entry.register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
 
     def take_over(self) -> None:
-        """Let the user's model have the parameters that sharding put into the copies."""
+        """Let the user's model have the parameters and buffers that sharding put into the copies."""
         for original, view in self._copies:
+            original._buffers.update(view._buffers)
             for own, param in view._parameters.items():
                 if param is not None:
                     original._parameters[own] = param
 
     def follow(self) -> None:
-        """Take over what was set on the user's model since: train or eval, and any attribute of its own."""
+        """Take over what was set on the user's model since: train or eval, buffers, and any attribute of its own."""
         for original, view in self._copies:
-            for key, value in vars(original).items():
-                if not key.startswith("_") and key != "forward" and vars(view).get(key) is not value:
-                    view.__dict__[key] = value
+            _take_attributes(original, view)
+
+    def lead(self) -> None:
+        """Give the user's model what the forward pass has set: buffers, and any attribute of its own."""
+        for original, view in self._copies:
+            _take_attributes(view, original)
 
     def _receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._received is None:  # called otherwise than by this stage: recomputed, or in front of another stage
             return None
-        received = iter(self._received)
-
-        def fill(leaf: Tensor) -> Tensor:
-            return next(received) if isinstance(leaf, FakeTensor) else leaf
-
-        filled = recursively_apply(fill, (args, kwargs))
-        self._received = None
-        return filled
+        received, self._received = self._received, None
+        return self.receives.put_into((args, kwargs), received)
 
     def _run(self, received: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Run the model's forward pass from the own first block to where the next stage begins, or to the end."""
@@ -146,11 +158,28 @@ class StageView:
         try:
             self.output = self._forward(*args, **kwargs)
         except _Reached as reached:
-            return self.hands_over.taken_from(reached.call)
-        finally:
-            self._received = None
-        # torch takes outputs out of the graph in place after their backward pass, so a parameter goes as a view.
-        return tuple(leaf.view_as(leaf) if isinstance(leaf, nn.Parameter) else leaf for leaf in tensors_of(self.output))
+            outputs = self.hands_over.taken_from(reached.call)
+        else:
+            # torch takes outputs out of the graph in place after their backward pass, so a parameter goes as a view.
+            outputs = tuple(
+                leaf.view_as(leaf) if isinstance(leaf, nn.Parameter) else leaf for leaf in tensors_of(self.output)
+            )
+        skipped, self._received = self._received is not None, None
+        if skipped:
+            raise CannotCutError(
+                f"The forward pass did not call {self.receives.start}, which begins stage {self.index}, although it "
+                "did for other micro-batches of this shape: the block that begins a stage cannot be skipped."
+            )
+        return outputs
+
+
+def _take_attributes(source: nn.Module, target: nn.Module) -> None:
+    for key, value in vars(source).items():
+        if key.startswith("_") or key == "forward" or isinstance(value, FakeTensor):
+            continue
+        if vars(target).get(key) is not value:
+            target.__dict__[key] = value
+    target._buffers.update(source._buffers)
 
 
 def replace_by_ghost(module: nn.Module, own: str, ghost: nn.Module) -> None:

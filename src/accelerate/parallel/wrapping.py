@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -109,19 +109,23 @@ def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
     return {type(block) for block in blocks_in_lists(model)}
 
 
-def ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
-    """Return the parameters of modules that are to stay whole."""
+def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """Return the modules that are to stay whole."""
     ignored = plugin.ignored_modules
     if ignored is None:
-        return set()
-    if isinstance(ignored, str):
-        pattern = re.compile(ignored)
-        modules = [module for name, module in model.named_modules() if name and pattern.fullmatch(name)]
-        if not modules:
-            raise ValueError(f"ignored_modules={ignored!r} matches the name of no module.")
-    else:
-        modules = list(ignored)
-    return {param for module in modules for param in module.parameters()}
+        return []
+    if not isinstance(ignored, str):
+        return list(ignored)
+    pattern = re.compile(ignored)
+    modules = [module for name, module in model.named_modules() if name and pattern.fullmatch(name)]
+    if not modules:
+        raise ValueError(f"ignored_modules={ignored!r} matches the name of no module.")
+    return modules
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that modules have now, each once and in an order that all processes share."""
+    return list(dict.fromkeys(param for module in modules for param in module.parameters()))
 
 
 def _modules_with_shared_weights(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

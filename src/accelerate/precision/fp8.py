@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..callers import warn
 from ..config.enums import FP8BackendType
 from ..config.fp8 import AORecipeKwargs, Filter, Fp8Settings
 from ..config.plugins import AutocastKwargs
@@ -142,9 +142,7 @@ def _report(model: nn.Module, chosen: list[str], left: dict[str, str]) -> None:
     if chosen:
         _say(f"{len(chosen)} linear layers of {model_name} compute in fp8: {', '.join(chosen)}. Left in bf16: {rest}.")
     elif rank_of_this_process() == 0:
-        warnings.warn(
-            f'mixed_precision="fp8" converts no layer of {model_name}, which runs in bf16: {rest}.', stacklevel=5
-        )
+        warn(f'mixed_precision="fp8" converts no layer of {model_name}, which runs in bf16: {rest}.')
 
 
 # --- torchao --------------------------------------------------------------------------------------------------------
@@ -171,10 +169,9 @@ def _config_of(recipe: AORecipeKwargs, device: torch.device) -> Any:
     if config.enable_fsdp_float8_all_gather:
         config = replace(config, enable_fsdp_float8_all_gather=False)
         if rank_of_this_process() == 0:
-            warnings.warn(
+            warn(
                 "enable_fsdp_float8_all_gather has no effect: this version gathers shards in their own format, "
                 "because fp8 ones would make parameters of a class that checkpoints do not know.",
-                stacklevel=5,
             )
     return config if supports_fp8(device) else replace(config, emulate=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, overload
 
 import torch
@@ -25,11 +26,34 @@ class SharedGradScaler(torch.amp.GradScaler):
         self._update_is_due = False
         self._unscaled: set[int] = set()
 
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None and self.is_enabled():  # torch speaks of scaler.scale(), which users here do not call
+            raise RuntimeError(
+                f"fp16 needs scaled losses, and {funcname}() was called before a loss was scaled: call "
+                "accelerator.backward(loss) instead of loss.backward()."
+            )
+        return super()._check_scale_growth_tracker(funcname)
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per update."""
         if id(optimizer) not in self._unscaled:
             super().unscale_(optimizer)
             self._unscaled.add(id(optimizer))
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divide gradients mesh by mesh: torch's kernel takes those of one at a time, or plain ones."""
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+        found: dict[torch.device, Tensor] = {}
+        for params in by_mesh.values():
+            part: Any = SimpleNamespace(param_groups=[{"params": params}])
+            for device, value in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        return found
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...

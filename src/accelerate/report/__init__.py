@@ -4,4 +4,8 @@ from __future__ import annotations
 
 
 class ReportError(Exception):
-    """Say why there is nothing to show, and what to do."""
+    """Say why there is nothing to show, and what to do.
+
+    `accelerate report` and `accelerate watch` read the files of `log_with="jsonl"`. Name the folder of a run that
+    logged with it, or a folder above.
+    """

@@ -10,7 +10,7 @@ import numpy as np
 from .charts import Chart, charts_of
 from .finding import FILE_NAME, Runs
 from .page import flat
-from .reading import Run
+from .reading import Run, say_lost
 from .terminal import (
     BOLD,
     DIM,
@@ -106,7 +106,8 @@ class Frame:
             total = total_steps(run)
             if state == "running" and speed and total and run.last_step is not None and total > run.last_step:
                 facts.append(f"about {say_seconds((total - run.last_step) / speed)} to step {say(total)}")
-        return [*line, Span("  " + " · ".join(facts), DIM)]
+        lost = "".join(f" · {clean(words)}" for words in say_lost(run))
+        return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
 
     def _foot(self, farewell: bool) -> Line:
         states = {run.state(self._now) for run in self._runs}

@@ -20,7 +20,7 @@ from . import ReportError
 from .charts import OTHER, RATE, Chart, charts_of
 from .moments import FILE_NAME as RANKS_FILE
 from .moments import newest_moments
-from .reading import Floats, Points, Run
+from .reading import Floats, Points, Run, say_lost
 from .sampling import kept, means, not_finite
 
 POINTS = 2000
@@ -114,6 +114,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "lastStep": run.last_step,
         "lastTime": run.last_time,
         "skipped": run.skipped + run.torn,
+        "lost": say_lost(run),
         "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
         "config": dict(flat(run.config)),
         "ranks": _ranks(run),

@@ -13,7 +13,7 @@ from . import ReportError
 from .finding import find_files, read_runs
 from .live import follow, has_screen, show_once
 from .moments import FILE_NAME, Moment, newest_moments
-from .reading import Run
+from .reading import Run, say_lost
 from .terminal import BOLD, DIM, GREEN, RED, Line, Span, clean, cut, render, run_colour, say_seconds
 
 _NARROWEST_BAR = 24
@@ -52,13 +52,14 @@ class Ranks:
             Span(clean(self._run.name), BOLD),
             Span(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
         ]
+        lost = "".join(f" · {clean(words)}" for words in say_lost(self._run))
         if self._moment is None:
-            return line
+            return [*line, Span(lost, RED)]
         moment = self._moment
         left_out = f", {len(moment.ranks)} of them shown" if len(moment.ranks) < moment.num_ranks else ""
         facts = [f"step {moment.step}", f"{moment.num_ranks} ranks{left_out}"]
         facts.append(f"{say_seconds(now - moment.time)} ago")
-        return [*line, Span("  " + " · ".join(facts), DIM)]
+        return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
 
     def _table(self, moment: Moment, coloured: bool) -> list[Line]:
         used = moment.used

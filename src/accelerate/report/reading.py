@@ -42,6 +42,14 @@ class Text(NamedTuple):
     text: str
 
 
+class _Moment(NamedTuple):
+    """How far a run had come: the lengths of its series by their ids, how many texts, and its last step."""
+
+    lengths: dict[int, int]
+    texts: int
+    last_step: float | None
+
+
 class Series:
     """A curve that grows."""
 
@@ -61,6 +69,10 @@ class Series:
     def points(self) -> Points:
         """Return the points so far, as a copy: an array that is looked at cannot grow."""
         return Points(*(np.array(column) for column in self._columns))
+
+    def cut(self, length: int) -> None:
+        """Keep the first points only."""
+        self._columns = tuple(column[:length] for column in self._columns)  # type: ignore[assignment]
 
     def forget(self, first_step: float, before: int) -> None:
         """Drop those of the first `before` points that do not lie before a step."""
@@ -96,9 +108,11 @@ class Run:
         """Whether the file ends within a line."""
         self.last_step: float | None = None
         self.last_time: float | None = None
+        self._lost: list[dict[str, int]] = [{}]
         self._longest_silence = 0.0
         self._offset = 0
         self._before_resume: tuple[dict[int, int], int] | None = None
+        self._checkpoints: dict[str, _Moment] = {}
 
     @property
     def project(self) -> str | None:
@@ -110,6 +124,12 @@ class Run:
     def seconds(self) -> float:
         """How long it ran, without the pauses between an interruption and a resume."""
         return sum(end - begin for begin, end in self.segments)
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """How many records each tracker of the run did not store, over all starts."""
+        names = dict.fromkeys(name for counts in self._lost for name in counts)
+        return {name: sum(counts.get(name, 0) for counts in self._lost) for name in names}
 
     def state(self, now: float | None = None) -> str:
         """Return "finished", "running" or "cut off"."""
@@ -164,16 +184,24 @@ class Run:
             self._take_start(start)
         elif isinstance(config := record.get("config"), dict):
             self.config.update(config)
+        elif isinstance(lost := record.get("lost"), dict):
+            self._lost[-1] = {str(name): count for name, count in lost.items() if isinstance(count, int)}
+        elif isinstance(checkpoint := record.get("checkpoint"), dict):
+            self._when(checkpoint)
+            self._checkpoints[str(checkpoint.get("id"))] = self._moment()
         elif isinstance(end := record.get("end"), dict):
             self.ended = self._when(end)
 
     def _take_start(self, start: dict[str, Any]) -> None:
         when = _place(start.get("time"))
         when = self.last_time or 0.0 if when is None else when
-        if self.starts:
-            lengths = {id(series): len(series) for series in self._all_series()}
-            self._before_resume = (lengths, len(self.texts))
+        self._before_resume = None
+        if str(start.get("resumed")) in self._checkpoints:
+            self._go_back(str(start["resumed"]))
+        elif self.starts:  # which steps it does again shows the first that it logs
+            self._before_resume = (self._moment().lengths, len(self.texts))
         self.starts.append(start)
+        self._lost.append({})
         self.segments.append((when, when))
         self.ended = None
         self.last_time = when
@@ -195,6 +223,21 @@ class Run:
                 series.append(step, when, number)
             elif isinstance(value, str):
                 self.texts.append(Text(step, when, name, value))
+
+    def _moment(self) -> _Moment:
+        lengths = {id(series): len(series) for series in self._all_series()}
+        return _Moment(lengths, len(self.texts), self.last_step)
+
+    def _go_back(self, checkpoint: str) -> None:
+        """Forget what the run did after a checkpoint, because it does that again."""
+        moment = self._checkpoints[checkpoint]
+        for series in self._all_series():
+            series.cut(moment.lengths.get(id(series), 0))
+        del self.texts[moment.texts :]
+        self.last_step = moment.last_step
+        names = list(self._checkpoints)
+        for later in names[names.index(checkpoint) + 1 :]:
+            del self._checkpoints[later]
 
     def _supersede(self, first_step: float) -> None:
         """Forget what the run did after the checkpoint from which it was resumed."""
@@ -228,6 +271,11 @@ class Run:
         self.segments[-1] = (begin, max(when, end))
         self.last_time = when
         return when
+
+
+def say_lost(run: Run) -> list[str]:
+    """Say which trackers did not store everything, a few words for each."""
+    return [f"{name} lost {count:,} record{'s' * (count != 1)}" for name, count in run.lost.items()]
 
 
 def _place(value: Any) -> float | None:

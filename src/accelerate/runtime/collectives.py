@@ -7,26 +7,32 @@ what they bring, and a difference is an error that lists every rank instead of a
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 
+from ..callers import warn
 from ..errors import DistributedOperationException
+from .last_calls import note
 from .nested import named_leaves, recursively_apply
 from .phases import waits_for_others
 from .runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
+Reduction = Literal["mean", "sum", "max", "min", "none"]
+_OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}  # all others sum
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Warn that a nested (jagged) tensor was not padded."""
+    """Warn that a nested (jagged) tensor was not padded.
+
+    `pad_across_processes` leaves it as it is. Turn it into a padded tensor first: `tensor.to_padded_tensor(value)`.
+    """
 
 
 def _describe(operation: str, data: Any) -> str:
@@ -68,9 +74,23 @@ def _require_agreement(mine: str, runtime: Runtime) -> None:
     )
 
 
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """Return the mesh a tensor is spread over, or None where it is whole."""
+    return getattr(tensor, "device_mesh", None)  # torch.distributed.tensor takes long to import
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor on every process; all of its mesh call it."""
+    return tensor if mesh_of(tensor) is None else tensor.full_tensor()  # type: ignore[attr-defined]
+
+
 def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    tensor = whole(tensor)  # a loss over a split vocabulary is spread over the processes that split it
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-    ranks = Runtime.current().num_processes if group is None else group.size()
+    world_size = Runtime.current().num_processes
+    ranks = world_size if group is None else group.size()
+    if ranks == world_size:
+        note("gather", tensor)
     gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
     _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor, group=group)
     return gathered
@@ -106,17 +126,20 @@ def gather_object(object: Any, group: Any = None) -> Any:
 
 @waits_for_others
 @verify_operation
-def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
-    """Sum or average the tensors of all ranks; every rank receives the result, times `scale`."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduce() was given reduction={reduction!r}: use "mean", "sum" or "none".')
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Sum, average, or take the largest or smallest of all ranks' tensors; every rank receives it, times `scale`."""
+    if reduction not in get_args(Reduction):
+        choices = ", ".join(get_args(Reduction))
+        raise ValueError(f"reduce() was given reduction={reduction!r}: use one of {choices}.")
+    operation = _OPERATIONS.get(reduction, dist.ReduceOp.SUM)
     world_size = Runtime.current().num_processes
 
     def reduce_tensor(leaf: torch.Tensor) -> torch.Tensor:
         # Contiguous, because the ranks' memory is added as it lies, whatever the strides.
-        reduced = leaf.detach().clone(memory_format=torch.contiguous_format) if world_size > 1 else leaf
+        reduced = whole(leaf.detach()).clone(memory_format=torch.contiguous_format) if world_size > 1 else leaf
         if world_size > 1 and reduction != "none":
-            dist.all_reduce(reduced)
+            note("reduce", reduced)
+            dist.all_reduce(reduced, op=operation)
         if reduction == "mean" and world_size > 1:
             reduced = reduced / world_size
         return reduced if scale == 1.0 else reduced * scale
@@ -134,6 +157,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     def broadcast_tensor(leaf: torch.Tensor) -> torch.Tensor:
         buffer = leaf.contiguous()
+        note("broadcast", buffer)
         dist.broadcast(buffer, src=from_process)
         return leaf if buffer is leaf else leaf.copy_(buffer)
 
@@ -156,13 +180,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if getattr(leaf, "is_nested", False):
-            warnings.warn(
-                "A nested tensor was left as it is: pad it with torch.nested.to_padded_tensor() first.",
+            warn(
+                "Cannot pad nested tensors without more information: it was left as it is. Pad it with "
+                "torch.nested.to_padded_tensor() first.",
                 CannotPadNestedTensorWarning,
-                stacklevel=2,
             )
             return leaf
-        if not -leaf.dim() <= dim < leaf.dim():
+        if world_size == 1 or not -leaf.dim() <= dim < leaf.dim():
             return leaf
         axis = dim % leaf.dim()
         length = torch.tensor([leaf.shape[axis]], device=leaf.device)
@@ -175,7 +199,8 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         return padded
 
     pad.__name__ = "pad_across_processes"
-    return tensor if world_size == 1 else recursively_apply(pad, tensor, error_on_other_type=True)
+    padded = recursively_apply(pad, tensor, error_on_other_type=world_size > 1)
+    return tensor if world_size == 1 else padded
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

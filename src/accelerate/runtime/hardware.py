@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-import warnings
 from dataclasses import dataclass
 
 import torch
 from packaging.version import Version
 
+from ..callers import warn
 from . import device as devices
 from .process import ProcessInfo
 
@@ -79,8 +79,7 @@ def check_os_kernel() -> None:
         return
     version = re.match(r"\d+(\.\d+)*", platform.release())
     if version is not None and Version(version[0]) < Version(_SAFE_KERNEL):
-        warnings.warn(
+        warn(
             f"This machine's kernel is {version[0]}: below {_SAFE_KERNEL} training on several processes may hang. "
             "Update it.",
-            stacklevel=2,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config.meshes import beside, groups_like_that_of_all, mesh_over
 from ..config.parallelism import AXES, VIEWS, ParallelismConfig
 from .runtime import Runtime
 
@@ -29,8 +30,9 @@ class Mesh:
         self.device_mesh = device_mesh
         self._axes = device_mesh.mesh_dim_names or ()
         # torch keeps a flattened view with the mesh; asking twice gives the same one.
-        self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}
-        self.sharding = self._sharding_mesh()
+        with groups_like_that_of_all():
+            self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}
+            self.sharding = self._sharding_mesh()
         """The mesh FSDP2 works on: copies by shards, or shards alone; None where nothing but layers is split."""
 
     @classmethod
@@ -38,7 +40,11 @@ class Mesh:
         """Return the grid of these sizes; a second Accelerator takes the one that is there, with its groups."""
         sizes = tuple(config.fitted(runtime.num_processes).size(axis) for axis in AXES)
         if sizes not in runtime.meshes:
-            runtime.meshes[sizes] = config.build_device_mesh(runtime.device.type)
+            needed = set(config.active_mesh_dims)
+            if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+                needed.add("dp_shard")  # FSDP2, which averages the copies, wants an axis to shard over
+            axes = [axis for axis in AXES if axis in needed]
+            runtime.meshes[sizes] = mesh_over(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
         config.device_mesh = runtime.meshes[sizes]
         return cls(config, runtime.meshes[sizes])
 
@@ -58,7 +64,7 @@ class Mesh:
             return self.device_mesh[names]
         together = self._views["dp_shard_cp"]
         assert together is not None
-        return DeviceMesh._concatenate([self.device_mesh[copies], together]) if copies else together
+        return beside(self.device_mesh, "dp_replicate", together) if copies else together
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""

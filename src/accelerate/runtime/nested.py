@@ -200,15 +200,19 @@ def slice_tensors(
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
-    """Concatenate like-shaped nested containers tensor by tensor."""
+    """Concatenate like-shaped nested containers tensor by tensor; a single one is returned as it is."""
     first = data[0]
+    if len(data) == 1:
+        return first
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, (list, tuple)):
         return honor_type(first, [concatenate([item[i] for item in data], dim=dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([item[key] for item in data], dim=dim) for key in first})
-    raise TypeError(f"concatenate() takes tensors or containers of tensors, not {type(first).__name__}.")
+    raise TypeError(
+        f"Can only concatenate tensors but got {type(first)}: give concatenate() tensors or containers of tensors."
+    )
 
 
 _LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import time
-import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ..callers import warn
 from ..config.enums import DistributedType
 from ..config.environment import read, read_setting
 from ..config.plugins import InitProcessGroupKwargs
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY = 1 << 40
 _QUESTIONS_PER_SECOND = 2_000
-"""That all processes together ask of the store while they wait for their turn."""
+"""That all processes together ask of the store while they wait there."""
 
 # [Note: who frees a process group]
 # Models hold the group too, from C++, and may outlive it in a script. Whoever lets go last frees it, and that waits
@@ -61,8 +62,10 @@ class Runtime:
         self._pid = os.getpid()
         self._meeting_place: Any = None  # the store of the group that was left, where the next one meets
         self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, made once
+        self.saves: Counter[str] = Counter()  # how often a checkpoint was saved at one point of the run
         self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
         self.process = _process_info()
+        self.num_savers = self.process.world_size - 1  # the other ranks that came to the last checkpoint
         if read_setting("cpu_affinity"):
             set_numa_affinity(self.process.local_rank, self.debug, local_processes=self.process.local_world_size)
         self.init_handler = init_handler or InitProcessGroupKwargs()
@@ -167,10 +170,9 @@ class Runtime:
     def _warn_of_open_group(self, handler: InitProcessGroupKwargs) -> None:
         ignored = handler.to_kwargs()
         if ignored and self.num_processes > 1:
-            warnings.warn(
+            warn(
                 f"Rank {self.process_index}: the process group was open already, so these options have no effect: "
-                f"{ignored}. Give them to whoever opens it, the first Accelerator or PartialState.",
-                stacklevel=4,
+                f"{ignored}. Pass them to the first Accelerator or PartialState, which opens it.",
             )
 
     def leave_group(self, *, together: bool = False) -> None:
@@ -260,20 +262,36 @@ class Runtime:
             if goes_first:
                 store.add(turn, -_UNDER_WAY)
 
-    def _await_turn(self, store: Any, turn: str) -> None:
+    def await_note(self, store: Any, key: str) -> str:
+        """Wait at the store until somebody leaves a note under this key, and return it.
+
+        It asks again and again instead of waiting inside the store, where another thread could not use the connection.
+        """
+        pauses = self._pauses()
+        while not store.check([key]):
+            time.sleep(next(pauses))
+        return str(store.get(key).decode())
+
+    def _pauses(self) -> Iterator[float]:
+        """Yield the seconds between two questions, longer and longer."""
         pause = 0.005
+        while True:
+            yield pause
+            pause = min(2 * pause, max(0.5, self.num_processes / _QUESTIONS_PER_SECOND))
+
+    def _await_turn(self, store: Any, turn: str) -> None:
+        pauses = self._pauses()
         try:
             while store.add(turn, 0) != self.num_processes:
-                time.sleep(pause)
-                pause = min(2 * pause, max(0.5, self.num_processes / _QUESTIONS_PER_SECOND))
+                time.sleep(next(pauses))
             failure = store.get(f"{turn}/failure").decode() if store.check([f"{turn}/failure"]) else ""
         except dist.DistError as error:
             raise StuckError(
                 f"Rank {self.process_index} waited for its turn at the store, and the process that keeps the store is "
-                "gone: rank 0, or the launcher. Look for how it ended; nobody can go on without it."
+                "gone: rank 0, or the launcher. Find out how it ended; the run cannot continue without it."
             ) from error
         if failure:
-            logger.warning("%s in the block that it ran first. Rank %d goes on.", failure, self.process_index)
+            logger.warning("%s in the block that it ran first. Rank %d continues.", failure, self.process_index)
 
 
 def _let_debuggers_take_their_time() -> timedelta:

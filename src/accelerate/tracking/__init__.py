@@ -21,10 +21,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load an adapter when it is first asked for (PEP 562)."""
+    if name == "LOGGER_TYPE_TO_CLASS":
+        return globals().setdefault(name, {tracker: class_named(tracker) for tracker in CLASS_OF})
     if name not in _NAME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return class_named(_NAME_OF[name])
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAME_OF})
+    return sorted({*globals(), *_NAME_OF, "LOGGER_TYPE_TO_CLASS"})

@@ -34,7 +34,9 @@ class AimTracker(GeneralTracker):
 
         os.makedirs(self.logging_dir, exist_ok=True)  # Aim makes its own folder in it, but not the folder
         own = {"repo": os.fspath(self.logging_dir), "experiment": self.run_name}
-        self.writer = aim.Run(**{**own, **self.init_kwargs})
+        options = {**own, **self.continued, **self.init_kwargs}
+        self.is_remote = str(options["repo"]).startswith("aim://")
+        self.writer = aim.Run(**options)
         self.writer.name = self.run_name
 
     @on_main_process
@@ -75,6 +77,10 @@ class AimTracker(GeneralTracker):
             image, caption = value if isinstance(value, tuple) else (value, "")
             known = aim.Image(image, **{"caption": caption, **options.get("aim_image", {})})
             self.writer.track(known, name=name, step=step, **options.get("track", {}))
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the options by which `aim.Run` opens this run again, also where a killed process held it."""
+        return {"run_hash": self.writer.hash, "force_resume": True}
 
     @on_main_process
     def finish(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .general import GeneralTracker, on_main_process
-from .values import StepCounter, is_number, plain, say_left_out
+from .values import is_number, plain, say_left_out
+
+_SERIES = ("train", "eval", "test")
 
 
 class ClearMLTracker(GeneralTracker):
@@ -15,6 +17,7 @@ class ClearMLTracker(GeneralTracker):
     """
 
     name = "clearml"
+    is_remote = True
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -23,7 +26,6 @@ class ClearMLTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self.task: Any = None
         self._is_ours = False
-        self._number = StepCounter()
 
     @property
     def tracker(self) -> Any:
@@ -37,28 +39,33 @@ class ClearMLTracker(GeneralTracker):
 
         self.task = Task.current_task()
         if self.task is None:
-            self.task = Task.init(**{"project_name": self.run_name, "task_name": self.run_name, **self.init_kwargs})
+            own = {"project_name": self.run_name, "task_name": self.run_name, **self.continued}
+            self.task = Task.init(**{**own, **self.init_kwargs})
             self._is_ours = True
+            if self.continued:
+                self.task.set_initial_iteration(0)  # else ClearML adds its last step to ours
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the config as hyperparameters."""
-        self.task.connect(plain(values))
+        """Store the config as the task's configuration object."""
+        self.task.connect_configuration(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars and text to the task's console.
 
-        `train/loss` is the series `loss` of the chart `train`, and a dictionary is a chart with several series.
+        `eval_loss` is the series `eval` of the chart `loss`, `test_loss` its series `test`; other names are of the
+        series `train`. Without a step a number is one of the task's single values. Of a dictionary each item counts.
         """
-        step = self._number(step)
         reports = self.task.get_logger()
         for name, value in values.items():
-            title, _, series = name.partition("/")
-            if is_number(value):
-                reports.report_scalar(title, series or title, value, step, **kwargs)
+            if is_number(value) and step is None:
+                reports.report_single_value(name=name, value=value, **kwargs)
+            elif is_number(value):
+                reports.report_scalar(**_chart_of(name), value=value, iteration=step, **kwargs)
             elif isinstance(value, str):
-                reports.report_text(f"{name} (step {step}): {value}", print_console=False)
+                at = "" if step is None else f" (step {step})"
+                reports.report_text(f"{name}{at}: {value}", print_console=False)
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
@@ -68,8 +75,7 @@ class ClearMLTracker(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; options are those of `Logger.report_image`."""
         for name, image in values.items():
-            title, _, series = name.partition("/")
-            self.task.get_logger().report_image(title, series or title, iteration=step, image=image, **kwargs)
+            self.task.get_logger().report_image(**_chart_of(name), iteration=step, image=image, **kwargs)
 
     @on_main_process
     def log_table(
@@ -85,8 +91,11 @@ class ClearMLTracker(GeneralTracker):
         if dataframe is None and data is None:
             raise ValueError("log_table needs rows: give it data=[[...], ...] or dataframe=...")
         table = dataframe if dataframe is not None else [columns, *data] if columns else data  # type: ignore[misc]
-        title, _, series = table_name.partition("/")
-        self.task.get_logger().report_table(title, series or title, iteration=step, table_plot=table, **kwargs)
+        self.task.get_logger().report_table(**_chart_of(table_name), iteration=step, table_plot=table, **kwargs)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the options by which `Task.init` opens this task again; without a server ClearML cannot."""
+        return {} if self.task.is_offline() else {"continue_last_task": self.task.id}
 
     @on_main_process
     def finish(self) -> None:
@@ -96,3 +105,8 @@ class ClearMLTracker(GeneralTracker):
             self.task.close()
         else:
             self.task.flush(wait_for_uploads=True)
+
+
+def _chart_of(name: str) -> dict[str, str]:
+    series, _, title = name.partition("_")
+    return {"title": title, "series": series} if series in _SERIES and title else {"title": name, "series": "train"}

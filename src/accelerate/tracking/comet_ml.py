@@ -12,6 +12,7 @@ class CometMLTracker(GeneralTracker):
     """Log to an experiment of the Comet project `run_name`; options are those of `comet_ml.start`."""
 
     name = "comet_ml"
+    is_remote = True
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -31,7 +32,8 @@ class CometMLTracker(GeneralTracker):
         """Open the experiment."""
         import comet_ml
 
-        self.writer = comet_ml.start(**{"project_name": self.run_name, **self.init_kwargs})
+        self._number.next = self.next_step
+        self.writer = comet_ml.start(**{"project_name": self.run_name, **self.continued, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -58,6 +60,10 @@ class CometMLTracker(GeneralTracker):
         for name, images in values.items():
             for index, image in enumerate(images):
                 self.writer.log_image(image, name=f"{name}_{index}", step=step, **kwargs)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the options by which `comet_ml.start` opens this experiment again."""
+        return {"experiment_key": self.writer.get_key(), "mode": "get"}
 
     @on_main_process
     def finish(self) -> None:

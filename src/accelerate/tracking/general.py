@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from ..runtime.runtime import rank_of_this_process
@@ -26,6 +27,15 @@ class GeneralTracker:
     """`log` is called from a thread of its own, so that it may take its time. Set it to False for a client that must
     be called from the training thread (an SQLite connection, MLflow's active run), or that talks to other ranks."""
 
+    is_remote = False
+    """Set it to True for a client that talks to a server: where it is too slow, records are left out and counted.
+    For others `accelerator.log` waits once too many records wait, and none is left out."""
+
+    continued: Mapping[str, Any] = MappingProxyType({})
+    """The identity of the run that `start` is to open again, where a checkpoint was resumed; else nothing."""
+    next_step = 0
+    """The first step that the resumed checkpoint does not have."""
+
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
             check(self)
@@ -42,6 +52,18 @@ class GeneralTracker:
     def finish(self) -> None:
         """Close the run."""
 
+    def run_identity(self) -> dict[str, Any]:
+        """Return what a later process needs to go on with this run, as plain data; nothing where that cannot be."""
+        return {}
+
+    def go_on(self, identity: Mapping[str, Any], next_step: int) -> None:
+        """Hear, before `start`, which run to open again."""
+        self.continued, self.next_step = identity, next_step
+
+    def discard(self) -> None:
+        """Close a run that got no record, because an older one is opened in its place; remove it where that works."""
+        self.finish()
+
 
 _EXPECTED = {
     "name": 'name = "my_tracker"',
@@ -52,10 +74,11 @@ _EXPECTED = {
 
 def check(tracker: GeneralTracker) -> None:
     """Raise unless the tracker has what every tracker needs."""
-    missing = [hint for attribute, hint in _EXPECTED.items() if attribute not in dir(tracker)]
+    missing = {name: hint for name, hint in _EXPECTED.items() if name not in dir(tracker)}
     if missing:
         raise NotImplementedError(
-            f"{type(tracker).__name__} is not a whole tracker yet. Give the class: {'; '.join(missing)}."
+            f"The tracker {type(tracker).__name__} is missing the following required attributes: "
+            f"{', '.join(f'`{name}`' for name in missing)}. Give the class: {'; '.join(missing.values())}."
         )
 
 

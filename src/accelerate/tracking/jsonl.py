@@ -5,11 +5,16 @@ A run is a folder with `metrics.jsonl`, one record per line:
     {"start": {"time": ..., "project": ..., "run": ..., "processes": ..., "accelerate": ..., "torch": ...}}
     {"config": {...}}
     {"step": 12, "time": ..., "values": {"loss": 0.5, "note": "text", "bad": "NaN"}}
+    {"checkpoint": {"time": ..., "id": "5f0c81d2"}}
     {"step": 12, "time": ..., "system": {"memory/host": 812345344}}
+    {"time": ..., "lost": {"wandb": 12}}
     {"end": {"time": ...}}
 
-A record reaches the operating system in one write, so that a killed process loses nothing and a crash of the machine
-at most the last records, never the file.
+A start that goes on from a checkpoint has its id as `resumed`: readers forget what came after that line, because the
+run does it again. `lost` counts the records that a tracker of this run did not store since the last `start`.
+
+Records reach the operating system in one write, all that wait at once, so that a killed process loses nothing that was
+taken over and a crash of the machine at most the last records, never the file.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ import json
 import math
 import os
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -29,15 +37,19 @@ from ..runtime.runtime import Runtime
 from .general import GeneralTracker, on_main_process
 from .values import StepCounter, plain
 
+if TYPE_CHECKING:
+    from .writer import Record
+
 FILE_NAME = "metrics.jsonl"
 _SECONDS_BETWEEN_SAMPLES = 1.0
+_encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 class JSONLTracker(GeneralTracker):
     """Write a run to `<logging_dir>/<project>/<run>/metrics.jsonl`.
 
     The run is named after the time it started, or by `init_kwargs={"jsonl": {"run": "baseline"}}`; a run that exists
-    is continued.
+    is continued, and so is the run of a checkpoint that was resumed.
     """
 
     name = "jsonl"
@@ -48,11 +60,22 @@ class JSONLTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.run = run or time.strftime("%Y-%m-%d_%H-%M-%S")
-        self.path = os.path.join(logging_dir, run_name, self.run, FILE_NAME)
+        self._folder = os.path.join(logging_dir, run_name)
+        self._has_given_name = run is not None
+        self._is_new = False
         self._file: int | None = None
         self._number = StepCounter()
         self._sampled_at = -math.inf
         self._process = psutil.Process()
+        self._is_torn = False
+        self.losses: Callable[[], dict[str, int]] = dict
+        """Tells how many records each tracker of the run has lost; set by the run, and written down here."""
+        self._losses_told: dict[str, int] = {}
+
+    @property
+    def path(self) -> str:
+        """The file that is written."""
+        return os.path.join(self._folder, self.run, FILE_NAME)
 
     @property
     def tracker(self) -> str:
@@ -62,9 +85,13 @@ class JSONLTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Open the file; behind a line that a crash cut off, a new one is begun."""
+        if not self._has_given_name:
+            self.run = self.continued.get("run", self.run)
+        self._number.next = self.next_step
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._file).st_size
+        self._is_new = size == 0
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
         phases.run_folder = os.path.dirname(self.path)  # where the watcher's lines about the ranks go
@@ -77,8 +104,30 @@ class JSONLTracker(GeneralTracker):
                 "processes": 1 if runtime is None else runtime.num_processes,
                 "accelerate": __version__,
                 "torch": torch.__version__,
+                **({"resumed": self.continued["mark"]} if self.continued.get("run") == self.run else {}),
             }
         )
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the name of the run."""
+        return {"run": self.run}
+
+    @on_main_process
+    def mark_checkpoint(self, mark: str) -> None:
+        """Write that a checkpoint was made after the records before this line."""
+        self._write(checkpoint={"time": time.time(), "id": mark})
+
+    @on_main_process
+    def discard(self) -> None:
+        """Close the file, and remove it if this run has begun it."""
+        if self._is_new and self._file is not None:
+            os.close(self._file)
+            self._file = phases.run_folder = None
+            with suppress(OSError):  # there may be files of somebody else beside it
+                os.unlink(self.path)
+                os.rmdir(os.path.dirname(self.path))
+        else:
+            self.finish()
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -90,14 +139,49 @@ class JSONLTracker(GeneralTracker):
         """Write the values of one step; without one, the step after the last."""
         step = self._number(step)
         self._write(step=step, time=time.time(), values=plain(values))
+        self._sample(step)
+
+    @on_main_process
+    def log_all(self, records: deque[Record]) -> None:
+        """Write records with one call of the system, and take those off that are in the file."""
+        number, lines = self._number.next, []
+        for record in records:
+            if record.mark:
+                lines.append(_line({"checkpoint": {"time": record.time, "id": record.mark}}))
+                continue
+            step = number if record.step is None else record.step
+            number = step + 1
+            lines.append(_line({"step": step, "time": record.time, "values": plain(record.settled())}))
+        written, problem = self._append(b"".join(lines))
+        for line in lines:
+            written -= len(line)
+            if written < 0:
+                break
+            record = records.popleft()
+            if not record.mark:
+                self._number(record.step)
+        if problem is not None:
+            raise problem
+        self._sample(self._number.next - 1)
+
+    def _sample(self, step: int) -> None:
+        """Write, about once a second, what memory the run uses and what its trackers have lost."""
         if time.monotonic() - self._sampled_at >= _SECONDS_BETWEEN_SAMPLES:
             self._sampled_at = time.monotonic()
             self._write(step=step, time=time.time(), system=self._memory())
+            self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        losses = self.losses()
+        if losses != self._losses_told:
+            self._write(time=time.time(), lost=losses)
+            self._losses_told = losses
 
     @on_main_process
     def finish(self) -> None:
         """Write that the run ended, and close the file."""
         if self._file is not None:
+            self._tell_losses()
             self._write(end={"time": time.time()})
             os.fsync(self._file)
             os.close(self._file)
@@ -109,16 +193,37 @@ class JSONLTracker(GeneralTracker):
         return host | ({"memory/device": _device_memory()} if torch.accelerator.is_available() else {})
 
     def _write(self, **record: Any) -> None:
+        _, problem = self._append(_line(record))
+        if problem is not None:
+            raise problem
+
+    def _append(self, lines: bytes) -> tuple[int, OSError | None]:
+        """Write, and return how many bytes were taken and why not all were: a full disk can take a part."""
         if self._file is None:
             raise ValueError(f"{self.path} is not open: call start() first.")
-        line = (json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
-        written = os.write(self._file, line)
-        if written < len(line):  # a full disk can take a part; the rest raises what is wrong
-            os.write(self._file, line[written:])
+        done = 0
+        try:
+            if self._is_torn:
+                os.write(self._file, b"\n")
+                self._is_torn = False
+            while done < len(lines):
+                done += os.write(self._file, lines[done:])
+                self._is_torn = lines[done - 1 : done] != b"\n"
+        except OSError as error:
+            return done, error
+        return done, None
 
 
 def _device_memory() -> int:
     return int(getattr(torch.accelerator, "memory_allocated", lambda: 0)())
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    try:
+        text = _encoded(record)
+    except ValueError:  # there is a number in it that JSON has none for
+        text = _encoded(_strict(record))
+    return (text + "\n").encode()
 
 
 def _strict(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import posixpath
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..config.environment import parse_flag_from_env, read
 from .general import GeneralTracker, on_main_process
 from .values import StepCounter, flat, is_number
 
@@ -22,7 +24,8 @@ class MLflowTracker(GeneralTracker):
     """Log to a run of an MLflow experiment.
 
     `logging_dir` is a tracking URI, or a folder, where a database and the artifacts are kept; without it MLflow's own
-    settings decide. `MLFLOW_EXPERIMENT_NAME` goes before `experiment_name`, and `MLFLOW_RUN_ID` before a new run.
+    settings decide. The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (a JSON object) and
+    `MLFLOW_NESTED_RUN` go before the arguments, as published.
     """
 
     name = "mlflow"
@@ -41,8 +44,15 @@ class MLflowTracker(GeneralTracker):
         super().__init__()
         self.experiment_name = experiment_name
         self.logging_dir = logging_dir
-        self.run_id = run_id
-        self.options = {"tags": tags, "nested": nested_run, "run_name": run_name, "description": description}
+        self.run_id = read("MLFLOW_RUN_ID") or run_id
+        self._new_run_id: str | None = None
+        """The run that `start` has made; one that was given is never left for that of a checkpoint."""
+        self.options = {
+            "tags": json.loads(read("MLFLOW_TAGS") or "null") or tags,
+            "nested": parse_flag_from_env("MLFLOW_NESTED_RUN", nested_run),
+            "run_name": run_name,
+            "description": description,
+        }
         self.active_run: Any = None
         self._client: Any = None
         self._number = StepCounter()
@@ -66,8 +76,13 @@ class MLflowTracker(GeneralTracker):
             _keep_in(Path(folder).absolute(), experiment)
         if experiment is not None:
             mlflow.set_experiment(experiment)
+        self.is_remote = not mlflow.get_tracking_uri().startswith(("sqlite:", "file:", "/", "."))
+        self._number.next = self.next_step
+        if self.run_id == self._new_run_id:
+            self.run_id = self.continued.get("run_id", self.run_id)
         self.active_run = mlflow.start_run(run_id=self.run_id, **self.options)
-        self.run_id = self.active_run.info.run_id
+        if self.run_id is None:
+            self.run_id = self._new_run_id = self.active_run.info.run_id
         # The active run belongs to the thread that opened it, and `log` has a thread of its own: the client is told
         # the run each time.
         self._client = mlflow.MlflowClient()
@@ -124,6 +139,17 @@ class MLflowTracker(GeneralTracker):
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Store a file."""
         self._client.log_artifact(self.run_id, local_path, artifact_path)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the id of the run."""
+        return {"run_id": self.run_id}
+
+    @on_main_process
+    def discard(self) -> None:
+        """Close the run, and delete it unless it was there before."""
+        self.finish()
+        if self.run_id == self._new_run_id:
+            self._client.delete_run(self.run_id)
 
     @on_main_process
     def finish(self) -> None:

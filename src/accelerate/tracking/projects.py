@@ -32,7 +32,7 @@ class ProjectTracker(GeneralTracker):
     def start(self) -> None:
         """Open the run."""
         self.client = import_module(self.name)
-        self.run = self.client.init(**{"project": self.run_name, **self.init_kwargs})
+        self.run = self.client.init(**{"project": self.run_name, **self.continued, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -44,6 +44,10 @@ class ProjectTracker(GeneralTracker):
         """Log lists of images; options are those of the run's `log`."""
         images = {name: [self.client.Image(image) for image in batch] for name, batch in values.items()}
         self.run.log(images, step=step, **kwargs)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the options by which the client's `init` opens this run again."""
+        return {"id": self.run.id, "resume": "allow"}
 
     @on_main_process
     def finish(self) -> None:

@@ -97,7 +97,9 @@ def _usable(name: str, logging_dir: str | None) -> list[str]:
     if name not in known:
         near = get_close_matches(name, [*known, "all"], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"log_with={name!r} is no tracker.{hint} Known ones: all, {', '.join(sorted(known))}.")
+        raise ValueError(
+            f"Unsupported logging capability: {name}.{hint} log_with knows all, {', '.join(sorted(known))}."
+        )
     if not is_installed(name):
         logger.warning(
             "log_with=%r: the package is not installed, so nothing is logged there. Install it: pip install %s",
@@ -107,20 +109,23 @@ def _usable(name: str, logging_dir: str | None) -> list[str]:
         return []
     if class_named(name).requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
         raise ValueError(
-            f"log_with={name!r} needs a folder for its files: Accelerator(log_with={name!r}, project_dir='my_run')."
+            f"log_with={name!r} requires a `logging_dir`, the folder of its files: Accelerator(log_with={name!r}, "
+            "project_dir='my_run')."
         )
     return [name]
 
 
 def _everything(logging_dir: str | None) -> list[str]:
-    installed = [name for name in [*CLASS_OF, *_registered] if is_installed(name)]
+    """Return the published trackers and the registered ones; ours logs where it is asked for by name."""
+    published = [name for name in CLASS_OF if name != "jsonl"]
+    installed = [name for name in [*published, *_registered] if is_installed(name)]
     usable = [
         name
         for name in installed
         if logging_dir is not None or not class_named(name).requires_logging_directory  # type: ignore[attr-defined]
     ]
     without_folder = [f"{name} (no project_dir was given)" for name in installed if name not in usable]
-    missing = [f"{name} (not installed)" for name in CLASS_OF if name not in installed]
+    missing = [f"{name} (not installed)" for name in published if name not in installed]
     left_out = f" Left out: {', '.join([*without_folder, *missing])}." if without_folder or missing else ""
     logger.warning("log_with='all' logs to: %s.%s", ", ".join(usable), left_out)
     return usable

@@ -13,6 +13,7 @@ class SwanLabTracker(ProjectTracker):
     """Log to a run of the SwanLab project `run_name`; options are those of `swanlab.init`."""
 
     name = "swanlab"
+    is_remote = True
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -20,6 +21,12 @@ class SwanLabTracker(ProjectTracker):
         record = _taken(values)
         if record:
             self.run.log(record, step=step, **kwargs)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the options by which `swanlab.init` opens this run again; only SwanLab's cloud can."""
+        public = getattr(self.run, "public", None)
+        is_in_cloud = bool(getattr(getattr(public, "cloud", None), "available", False))
+        return {"id": public.run_id, "resume": "allow"} if is_in_cloud and public is not None else {}
 
 
 def _taken(values: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,10 @@ class TensorBoardTracker(GeneralTracker):
         except ImportError:
             import tensorboardX as package
 
-        self.writer = package.SummaryWriter(self.logging_dir, **self.init_kwargs)
+        self._number.next = self.next_step
+        # Readers then forget what the run logged after the checkpoint, before it was ended.
+        purge = {"purge_step": self.next_step} if self.continued.get("run") == self.run_name else {}
+        self.writer = package.SummaryWriter(self.logging_dir, **{**purge, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -69,6 +72,10 @@ class TensorBoardTracker(GeneralTracker):
         """Log batches of images; `dataformats="NHWC"` where channels come last."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    def run_identity(self) -> dict[str, Any]:
+        """Return the name of the folder."""
+        return {"run": self.run_name}
 
     @on_main_process
     def finish(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..runtime.runtime import rank_of_this_process
 from .general import BlankTracker, GeneralTracker
 from .reducing import reduced
 from .registry import class_named, filter_trackers
+from .values import StepCounter
 from .writer import Record, Writer
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,10 @@ class Trackers:
         self.logging_dir = logging_dir
         self._objects: list[GeneralTracker] = []
         self._writers: list[Writer] = []
+        self._config: dict[str, Any] | None = None
+        self._number = StepCounter()
+        self._resumed: Mapping[str, Any] = {}
+        """What the checkpoint said of its runs, until trackers are opened that can go on with them."""
         self._begun = False
         self._ended = False
         self._warned = False
@@ -52,10 +58,41 @@ class Trackers:
         ]
         here = [tracker for tracker in self._objects if not tracker.main_process_only or rank_of_this_process() == 0]
         self._writers = [Writer(tracker, strict=strict) for tracker in here]
+        for tracker in here:
+            if _keeps_losses(tracker):
+                tracker.losses = self._losses  # type: ignore[attr-defined]
         self._begun, self._ended, self._warned = True, False, False
+        self._config, self._number = config, StepCounter()
+        self._number.next = self._resumed.get("next_step", 0)
         atexit.register(self.close)  # a script that ends early, or by an error, keeps what it logged
+        resumed, self._resumed = self._resumed, {}
         for writer in self._writers:
+            if resumed or writer.tracker.continued:
+                writer.tracker.go_on(resumed.get("runs", {}).get(writer.name, {}), self._number.next)
             writer.begin(config)
+
+    def runs(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: which run each tracker writes, and the step that comes next."""
+        if not self._begun or self._ended or not self._writers:
+            return {}
+        mark = uuid.uuid4().hex[:8]
+        return {
+            "next_step": self._number.next,
+            "runs": {writer.name: writer.identity(mark) for writer in self._writers},
+        }
+
+    def go_on(self, runs: Mapping[str, Any]) -> None:
+        """Go on with the runs of a checkpoint: at once where trackers are open, else when they are opened."""
+        if not runs:
+            return
+        if rank_of_this_process() != 0:  # the checkpoint has the runs of rank 0
+            runs = {**runs, "runs": {}}
+        if not self._begun or self._ended:
+            self._resumed = runs
+            return
+        self._number.next = runs["next_step"]
+        for writer in self._writers:
+            writer.go_on(runs["runs"].get(writer.name, {}), runs["next_step"], self._config)
 
     def _made(self, name: str, project_name: str, options: Mapping[str, Any]) -> GeneralTracker:
         tracker_class: Any = class_named(name)
@@ -79,6 +116,7 @@ class Trackers:
         if self._writers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
+            self._number(step)
             record = Record(_copied(values) | _news(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
@@ -87,7 +125,7 @@ class Trackers:
         """Return the trackers, once what was logged so far has reached them: a call on one must not overtake it."""
         for writer in self._writers:
             if not writer.drain(_SECONDS_TO_CATCH_UP):
-                logger.warning("The tracker %r is behind: what is asked of it now may overtake what was logged.",
+                logger.warning("The tracker %r is behind: this call may reach it before earlier records.",
                                writer.name)  # fmt: skip
         return list(self._objects)
 
@@ -115,8 +153,14 @@ class Trackers:
             return
         self._ended = True
         atexit.unregister(self.close)
-        for writer in reversed(self._writers):  # clients that wrap the standard output must unwrap it in turn
-            writer.finish()
+        # Clients that wrap the standard output must unwrap it in turn; who writes down the losses of others comes last.
+        for is_last in (False, True):
+            for writer in reversed(self._writers):
+                if _keeps_losses(writer.tracker) == is_last:
+                    writer.finish()
+
+    def _losses(self) -> dict[str, int]:
+        return {writer.name: writer.lost for writer in self._writers if writer.lost}
 
     def _say_that_nobody_listens(self) -> None:
         if not self._warned and rank_of_this_process() == 0:
@@ -135,6 +179,10 @@ class Trackers:
             self._warned = True
             logger.warning("%s is for %s, and log_with has no such tracker (it has %s): ignored.",
                            argument, ", ".join(unknown), ", ".join(sorted(names)) or "none")  # fmt: skip
+
+
+def _keeps_losses(tracker: GeneralTracker) -> bool:
+    return hasattr(tracker, "losses")
 
 
 def _name_of(asked_for: str | GeneralTracker) -> str:

@@ -86,7 +86,7 @@ def is_number(value: Any) -> bool:
 @cache
 def say_left_out(tracker: str, name: str, kind: str) -> None:
     """Say, once for each name, that a tracker has no place for a value of this kind."""
-    logger.warning("The tracker %r has no place for %r, a %s: it is left out.", tracker, name, kind)
+    logger.warning("The tracker %r cannot store %r, a %s: it is left out.", tracker, name, kind)
 
 
 class StepCounter:

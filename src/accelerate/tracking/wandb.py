@@ -13,6 +13,7 @@ class WandBTracker(ProjectTracker):
     """Log to a run of the W&B project `run_name`; options are those of `wandb.init`."""
 
     name = "wandb"
+    is_remote = True
     config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}
 
     @on_main_process

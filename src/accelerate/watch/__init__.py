@@ -27,7 +27,7 @@ def watch(runtime: Runtime) -> None:
     """
     global _running
     if _running is not None and not _running.is_of_the_open_group():
-        _running.end()
+        _running.end(quietly=True)
         _running = None
     if _running is None:
         _running = _begin(runtime)
@@ -45,5 +45,5 @@ def _begin(runtime: Runtime) -> Watcher | None:
     try:
         return Watcher.begin(runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        logger.debug("Nobody watches for hangs: the process group has no store that can be shared. (%s)", error)
+        logger.debug("Hangs are not watched: the process group has no store that can be shared. (%s)", error)
         return None

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-import os
 import sys
-import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..callers import PACKAGE, STDLIB, is_of_a_debugger, is_of_the_user, outwards, users_frame
 
 DEBUGGER, COLLECTIVE, BACKWARD, FORWARD, DATA, STEP, SAVING, USERS = (
     "a debugger",
@@ -30,31 +30,30 @@ DEBUGGER, COLLECTIVE, BACKWARD, FORWARD, DATA, STEP, SAVING, USERS = (
     "saving or loading",
     "the script's own code",
 )
-_HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_STDLIB = sysconfig.get_path("stdlib")
 _COLLECTIVES = (f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/_functional_collectives.py")
-_TURN = (f"{_HERE}/runtime/runtime.py", "_await_turn")
-_AT_THE_STORE = (_TURN, (_COLLECTIVES[0], "_new_process_group_helper"), (_COLLECTIVES[0], "_store_based_barrier"))
-_DEBUGGERS = (f"{_STDLIB}/bdb.py", f"{_STDLIB}/pdb.py", f"{_STDLIB}/code.py")
-_DEBUGGING_PACKAGES = ("/debugpy/", "/pydevd", "/IPython/core/debugger", "/pudb/", "/ipdb/")
-_LOCKS = tuple(f"{_STDLIB}/{name}" for name in ("threading.py", "queue.py", "concurrent/futures/"))
+_WAITS_AT_THE_STORE = tuple((f"{PACKAGE}/runtime/runtime.py", name) for name in ("_await_turn", "await_note"))
+_AT_THE_STORE = (
+    *_WAITS_AT_THE_STORE,
+    (_COLLECTIVES[0], "_new_process_group_helper"),
+    (_COLLECTIVES[0], "_store_based_barrier"),
+)
+_DEBUGGERS = (f"{STDLIB}/bdb.py", f"{STDLIB}/pdb.py", f"{STDLIB}/code.py")
+_LOCKS = tuple(f"{STDLIB}/{name}" for name in ("threading.py", "queue.py", "concurrent/futures/"))
 # File (or the beginning of its path) and function -> the phase. The first that a frame fits, from the inside out.
 _MARKS: tuple[tuple[str, str | None, str], ...] = (
     *((file, None, DEBUGGER) for file in _DEBUGGERS),
     *((file, None, COLLECTIVE) for file in _COLLECTIVES),
-    (*_TURN, COLLECTIVE),
+    *((*wait, COLLECTIVE) for wait in _WAITS_AT_THE_STORE),
     (f"{_TORCH}/nn/parallel/distributed.py", "_sync_buffers", COLLECTIVE),
     (f"{_TORCH}/distributed/utils.py", None, COLLECTIVE),
     (f"{_TORCH}/autograd/", None, BACKWARD),
     (f"{_TORCH}/optim/", None, STEP),
     (f"{_TORCH}/utils/data/", None, DATA),
-    (f"{_HERE}/checkpoint/", None, SAVING),
-    (f"{_HERE}/data/", None, DATA),
+    (f"{PACKAGE}/checkpoint/", None, SAVING),
+    (f"{PACKAGE}/data/", None, DATA),
     (f"{_TORCH}/nn/", None, FORWARD),
 )
-_MACHINERY = (*(os.path.join(path, "") for path in (_HERE, _TORCH, _STDLIB)), "<frozen")
-_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _STARTERS = {"run", "_bootstrap", "_bootstrap_inner"}
 """Functions among those of locks that call what a thread is for, perhaps native code."""
 # Layers around a call that people do not write themselves.
@@ -136,8 +135,8 @@ def signature_of(thread: int) -> tuple[int, int] | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    waits_its_turn = (frame.f_code.co_filename, frame.f_code.co_name) == _TURN  # it asks again and again
-    return id(frame), 0 if waits_its_turn else frame.f_lasti
+    asks_again = (frame.f_code.co_filename, frame.f_code.co_name) in _WAITS_AT_THE_STORE
+    return id(frame), 0 if asks_again else frame.f_lasti
 
 
 def is_at_a_lock(thread: int) -> bool:
@@ -178,8 +177,8 @@ def _lines(error: BaseException) -> dict[FrameType, int]:
 
 
 def _place(innermost: FrameType, lines: Mapping[FrameType, int] | None = None) -> Place:
-    frames = list(_outwards(innermost))
-    users = _users_frame(frames)
+    frames = list(outwards(innermost))
+    users = users_frame(frames)
     below = frames if users is None else frames[: frames.index(users)]
     phase = next((mark for frame in below if (mark := _phase(frame))), USERS)
     collective = next((frame for frame in below if _is_collective(frame)), None)
@@ -197,7 +196,7 @@ def _place(innermost: FrameType, lines: Mapping[FrameType, int] | None = None) -
         file=file,
         line=line,
         source=source,
-        guard=guard_of(file, line),
+        guard=guard_of(file, line) or _guard_of_callers(frames[frames.index(users) + 1 :], lines or {}),
         members=members,
         at_a_lock=_asks_for_a_lock(innermost),
         at_the_store=any((frame.f_code.co_filename, frame.f_code.co_name) in _AT_THE_STORE for frame in below),
@@ -212,38 +211,9 @@ def _asks_for_a_lock(innermost: FrameType) -> bool:
     return is_of_the_user(file) and (".acquire(" in source or source.startswith("with "))
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _users_frame(frames: list[FrameType]) -> FrameType | None:
-    """Return the innermost frame of the user's own code; of an installed program, that of the program."""
-    for is_own in (is_of_the_user, _is_no_machinery):
-        for frame in frames:
-            if is_own(frame.f_code.co_filename):
-                return frame
-    return None
-
-
-def is_of_the_user(file: str) -> bool:
-    """Tell a script's own files from Python's, torch's, this package's and other installed ones."""
-    return not file.startswith(_INSTALLED) and _is_no_machinery(file)
-
-
-def _is_no_machinery(file: str) -> bool:
-    return not file.startswith(_MACHINERY) and _debugger(file) is None
-
-
-@cache
-def _debugger(file: str) -> str | None:
-    return DEBUGGER if any(part in file for part in _DEBUGGING_PACKAGES) else None
-
-
 def _phase(frame: FrameType) -> str | None:
     file, function = frame.f_code.co_filename, frame.f_code.co_name
-    if _debugger(file):
+    if is_of_a_debugger(file):
         return DEBUGGER
     return next((phase for start, name, phase in _MARKS if file.startswith(start) and name in (None, function)), None)
 
@@ -283,20 +253,60 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def guard_of_caller() -> str:
+    """Return the condition around this call that holds on one rank only, in any frame of the user's; "" if none."""
+    return _guard_of_callers(outwards(sys._getframe(1)), {})
+
+
+def _guard_of_callers(frames: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
+    for frame in frames:
+        if is_of_the_user(frame.f_code.co_filename):
+            for condition in reversed(_conditions(frame.f_code.co_filename, lines.get(frame, frame.f_lineno))):
+                if not condition.otherwise and _holds_on_one_rank(condition.test):
+                    return f"{condition.shown()} of {Path(frame.f_code.co_filename).name}"
+    return ""
+
+
 @cache
 def guard_of(file: str, line: int) -> str:
     """Return the innermost condition around a line that asks which process this is, as it is written."""
-    source = "".join(linecache.getlines(file))
+    for condition in reversed(_conditions(file, line)):
+        if any(word in ast.unparse(condition.test) for word in _RANK_WORDS):
+            return condition.shown()
+    return ""
+
+
+@dataclass(frozen=True)
+class _Condition:
+    """An `if` around a line."""
+
+    test: ast.expr
+    line: int
+    otherwise: bool
+    """Whether the line is in its `else`."""
+
+    def shown(self) -> str:
+        return f"`{'else of ' if self.otherwise else ''}if {ast.unparse(self.test)}:` (line {self.line})"
+
+
+def _conditions(file: str, line: int) -> list[_Condition]:
+    """Return the conditions around a line, the outer ones first."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return ""
-    found = ""
-    for node in ast.walk(tree):  # outer nodes first
-        if not isinstance(node, ast.If) or not node.lineno < line <= (node.end_lineno or 0):
-            continue
-        condition = ast.unparse(node.test)
-        if any(word in condition for word in _RANK_WORDS):
-            otherwise = bool(node.orelse) and line >= node.orelse[0].lineno
-            found = f"`{'else of ' if otherwise else ''}if {condition}:` (line {node.lineno})"
-    return found
+        return []
+    return [
+        _Condition(node.test, node.lineno, bool(node.orelse) and line >= node.orelse[0].lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.body[0].lineno <= line <= (node.end_lineno or 0)
+    ]
+
+
+def _holds_on_one_rank(test: ast.expr) -> bool:
+    """Tell a condition that cannot hold on two ranks; one with an `or` may hold on all of them."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and any(_holds_on_one_rank(part) for part in test.values)
+    if isinstance(test, ast.Compare):
+        asks_index = isinstance(test.left, ast.Attribute) and test.left.attr == "process_index"
+        return asks_index and isinstance(test.ops[0], ast.Eq) and isinstance(test.comparators[0], ast.Constant)
+    return isinstance(test, ast.Attribute) and test.attr in ("is_main_process", "is_last_process")

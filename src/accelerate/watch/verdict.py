@@ -174,11 +174,27 @@ def _somebody_is_gone(
         f"{'it' if len(waited_for) == 1 else 'them'} in {_calls_of(waiting)}."
     )
     if not absent[waited_for[0]].for_good:
-        rule += " A connection has been closed, and nobody else is missing."
+        rule += " A connection has been closed, and no other rank is missing."
     if how.startswith("has left"):
-        rule += f" {_SAME_CALLS} A loop or script that ends earlier on one rank (a `break`, a shorter loader, sys.exit)"
-        rule += " has to end on all of them: see set_trigger() and join_uneven_inputs()."
+        rule += f" {_advice_for_those_left(waiting)} {_SAME_CALLS}"
     return waited_for, rule
+
+
+def _advice_for_those_left(waiting: list[Report]) -> str:
+    """Say what to change where some ranks wait for one whose script has ended."""
+    guarded = next((report.place for report in waiting if report.place.guard), None)
+    if guarded is not None:
+        return f"{guarded.where()} is inside {guarded.guard}. Move the call out of the condition."
+    if any(report.in_a_pass for report in waiting):
+        return (
+            "The ranks take different numbers of steps. Hand the data loader to prepare(), which gives every rank as "
+            "many batches; put the loop inside join_uneven_inputs(); or let all ranks leave it together: see "
+            "set_trigger()."
+        )
+    return (
+        "A loop or script that ends earlier on one rank (a `break`, a shorter loader, sys.exit) has to end on all of "
+        "them: see set_trigger() and join_uneven_inputs()."
+    )
 
 
 def _needs_some_only(report: Report) -> bool:
@@ -209,7 +225,7 @@ def _notice(waiting: list[Report], elsewhere: list[Report], absent: Mapping[int,
     return (
         f"{listed(r.rank for r in who)} {'is' if len(who) == 1 else 'are'} {doing} at {seen.place.where()} "
         f"({seen.place.call or seen.place.phase}); {listed(r.rank for r in waiting).lower()} wait{_s(waiting)} in "
-        f"{_calls_of(waiting)}. The run goes on when {'it arrives' if len(who) == 1 else 'they arrive'}."
+        f"{_calls_of(waiting)}. The run continues when {'it arrives' if len(who) == 1 else 'they arrive'}."
     )
 
 

@@ -115,16 +115,20 @@ class Watcher:
         is_open = dist.is_initialized() and group is not None and group is dist.group.WORLD
         return is_open and not self._ended and self._pid == os.getpid()
 
-    def end(self) -> None:
-        """Stop watching, and tell the others that this process will answer no more."""
+    def end(self, *, quietly: bool = False) -> None:
+        """Stop watching, and tell the others that this process will answer no more.
+
+        `quietly` is for a group that was closed before: nobody listens at its store, and a data worker that was forked
+        from the process which kept it may hold the connection open, so that a word to it would never be answered.
+        """
         if os.getpid() != self._pid:  # a forked child has the parent's exit functions
             return
         if not self._ended:
             self._ended = True
-            self._stop()
+            self._stop(quietly)
         self._join()  # a thread inside the store must not see the interpreter end
 
-    def _stop(self) -> None:
+    def _stop(self, quietly: bool) -> None:
         atexit.unregister(self.end)
         in_health = not self._stopping.is_set()
         self._stopping.set()
@@ -137,7 +141,7 @@ class Watcher:
         if sys.exit == self._note_exit:
             sys.exit = self._exit
         self._join()
-        if in_health and self._without_store is None and not self._is_in_the_store():
+        if in_health and not quietly and self._without_store is None and not self._is_in_the_store():
             with suppress(*_STORE_IS_GONE):
                 self._say_goodbye()
 
@@ -179,7 +183,8 @@ class Watcher:
     def _print_the_cause(self, error: Any, verdict: Verdict) -> None:
         explanation = f"Rank {self.rank}: {verdict.text}"
         print(explanation, file=sys.stderr, flush=True)
-        error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for the launcher's record
+        error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for whoever prints it again
+        error.__accelerate_told__ = verdict.text  # for the launcher's record
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         """Stand in for `sys.exit`, to know the line from which a script left."""

@@ -299,6 +299,41 @@ def shuffled_by_own_generator(observe: Observer) -> None:
     observe(order=seen, samples=sorted(index for batch in seen for index in batch))
 
 
+class Augmented(Dataset[torch.Tensor]):
+    """Numbers with a random one beside each."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+@script("one")
+def random_augmentation_beside_a_random_step(observe: Observer) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    loader = Accelerator().prepare(DataLoader(Augmented(), batch_size=2))
+    set_seed(0)
+    for batch in loader:
+        observe(index=batch[:, 0], augmented=batch[:, 1], drawn=torch.rand(()))
+
+
+@script("one", "two")
+def batch_sampler_in_the_samplers_place(observe: Observer) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    for size in (10, 11):
+        data = torch.arange(size)
+        sampler = BatchSampler(SequentialSampler(data), 4, False)
+        plain = DataLoader(data, sampler=sampler, batch_size=None)
+        observe.raises("prepare", accelerator.prepare, plain)
+        if accelerator.num_processes > 1:
+            observe(batches=batches(accelerator.prepare(plain)))
+
+
 @script("one", "two")
 def worker_processes(observe: Observer) -> None:
     from accelerate import Accelerator

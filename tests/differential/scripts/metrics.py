@@ -77,6 +77,29 @@ def metrics_of_scalars(observe: Observer) -> None:
 
 
 @script("one", "two")
+def metrics_of_repeated_means(observe: Observer) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    for data in (torch.arange(5.0), torch.arange(8.0)):
+        for batch in accelerator.prepare(DataLoader(data, batch_size=2)):
+            repeated = batch.mean().repeat(2)  # as transformers' Trainer weighs the loss of a batch
+            observe(mean=accelerator.gather_for_metrics(repeated), nested=accelerator.gather_for_metrics([repeated]))
+    for batch in accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=2)):
+        observe(beams=accelerator.gather_for_metrics(batch.repeat_interleave(3)))
+
+
+@script("one")
+def metrics_of_a_stream_on_one_process(observe: Observer) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    for batch in accelerator.prepare(DataLoader(Numbers(5), batch_size=2)):
+        observe(mean=accelerator.gather_for_metrics(batch.float().mean().repeat(2)))
+        observe(objects=accelerator.gather_for_metrics(["a", "b"]), text=accelerator.gather_for_metrics({"a": "b"}))
+
+
+@script("one", "two")
 def gather_everything(observe: Observer) -> None:
     from accelerate import Accelerator
 

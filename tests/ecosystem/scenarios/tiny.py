@@ -27,7 +27,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def llama(vocab_size: int, num_layers: int = 2) -> Any:
+def llama(vocab_size: int, num_layers: int = 2, **options: Any) -> Any:
     """Return a language model of a few thousand parameters, the same one every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +40,7 @@ def llama(vocab_size: int, num_layers: int = 2) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        **options,
     )
     return LlamaForCausalLM(config)
 

@@ -41,7 +41,9 @@ def new_unet() -> UNet2DModel:
     )
 
 
-def train(output_dir: Path, max_train_steps: int, resume_from_checkpoint: str | None = None) -> dict[str, Any]:
+def train(
+    output_dir: Path, max_train_steps: int, resume_from_checkpoint: str | None = None, only_main_saves: bool = False
+) -> dict[str, Any]:
     """Train for some optimizer steps; return the parameters, their average, and the losses."""
     accelerator = Accelerator(
         cpu=True,
@@ -131,8 +133,7 @@ def train(output_dir: Path, max_train_steps: int, resume_from_checkpoint: str | 
                     )
                     for old in checkpoints[: max(0, len(checkpoints) - CHECKPOINTS_TOTAL_LIMIT + 1)]:
                         shutil.rmtree(old)
-                if global_step % CHECKPOINTING_STEPS == 0:
-                    accelerator.wait_for_everyone()
+                if global_step % CHECKPOINTING_STEPS == 0 and (accelerator.is_main_process or not only_main_saves):
                     accelerator.save_state(str(output_dir / f"checkpoint-{global_step}"))
                     logger.info("Saved state")
                 losses.append(loss.detach().item())
@@ -152,12 +153,14 @@ def train(output_dir: Path, max_train_steps: int, resume_from_checkpoint: str | 
 
 
 diffusers.utils.logging.set_verbosity_error()
-whole, parts = Path("whole"), Path("parts")
-for folder in (whole, parts):
+whole, parts, by_main = Path("whole"), Path("parts"), Path("by_main")
+for folder in (whole, parts, by_main):
     folder.mkdir(exist_ok=True)
 uninterrupted = train(whole, 10)
 train(parts, 6)
 resumed = train(parts, 10, resume_from_checkpoint="latest")
+train(by_main, 6, only_main_saves=True)
+resumed_by_main = train(by_main, 10, resume_from_checkpoint="latest", only_main_saves=True)
 pipeline = DDPMPipeline.from_pretrained(str(whole))
 image = pipeline(num_inference_steps=2, output_type="np", generator=torch.Generator().manual_seed(0)).images
 
@@ -166,6 +169,9 @@ report(
     files=sorted(path.name for path in (whole / "checkpoint-9").iterdir()),
     losses=uninterrupted["losses"],
     resumed_losses=resumed["losses"],
+    checkpoints_by_main=sorted(folder.name for folder in by_main.glob("checkpoint*")),
+    resumed_losses_by_main=resumed_by_main["losses"],
+    sums_by_main=from_all_ranks(sum(float(tensor.sum()) for tensor in resumed_by_main["trained"].values())),
     resumed_parameters=max(from_all_ranks(difference(uninterrupted["trained"], resumed["trained"]))),
     resumed_average=max(from_all_ranks(difference(uninterrupted["average"], resumed["average"]))),
     learning_rates=[uninterrupted["lr"], resumed["lr"]],

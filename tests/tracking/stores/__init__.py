@@ -12,8 +12,9 @@ def offline(directory: Path) -> dict[str, str]:
     # [Note: ClearML's process]
     # On Linux ClearML forks a process for its reports while a thread of its own starts git. The fork can inherit the
     # pipe that this thread reads, and then closing a task waits until the process ends: for ever, or half a minute.
+    # It also parses every Python file of the checkout, environments included, unless it asks pip what is installed.
     settings = directory / "clearml.conf"
-    settings.write_text("sdk { development { report_use_subprocess: false } }\n")
+    settings.write_text("sdk { development { report_use_subprocess: false, detect_with_pip_freeze: true } }\n")
     return {
         "HOME": str(directory / "home"),
         "CLEARML_CACHE_DIR": str(directory / "clearml"),

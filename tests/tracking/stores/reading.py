@@ -166,8 +166,11 @@ def clearml(directory: Path) -> Stored:
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for event in json.loads(line):
             if event["type"] == "training_stats_scalar":
-                title, series = event["metric"], event["variant"]
-                stored.point(title if title == series else f"{title}/{series}", event["iter"], event["value"])
+                title, series, step = event["metric"], event["variant"], event["iter"]
+                if step < 0:  # a single value of the task, which has no step: they are numbered here
+                    stored.point(series, len(stored.curves.get(series, ())), event["value"])
+                else:
+                    stored.point(title if series in ("train", title) else f"{series}_{title}", step, event["value"])
             stored.tables += event["type"] == "plot"
     stored.images = len(list(folder.glob("data/**/*.jpeg")))
     for line in (folder / "log.jsonl").read_text().splitlines():
@@ -176,8 +179,10 @@ def clearml(directory: Path) -> Stored:
             if found:
                 step, _, text = text.partition("): ")
                 stored.point(name, int(step), text)
-    parameters = json.loads((folder / "task.json").read_text()).get("hyperparams", {}).get("General", {})
-    stored.config = {name: parameter["value"] for name, parameter in parameters.items()}
+    from clearml.utilities.pyhocon import ConfigFactory
+
+    configuration = json.loads((folder / "task.json").read_text())["configuration"]["General"]["value"]
+    stored.config = ConfigFactory.parse_string(configuration).as_plain_ordered_dict()
     return stored
 
 

@@ -16,8 +16,8 @@ from .default import add_writing_flags, write_by_flags
 from .telling import complain, errors_are_told
 
 _DESCRIPTION = (
-    "Answer questions, and have the answers written to the file that `accelerate launch` reads. With flags nothing is "
-    "asked: what they say is written."
+    "Answer questions and write the answers to the file that `accelerate launch` reads. With flags, nothing is "
+    "asked and their values are written."
 )
 INTERRUPTED = 130
 """As a shell reports a program that was ended by Ctrl-C."""
@@ -69,10 +69,10 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
     parser = verb_parser(subparsers, "config", _DESCRIPTION)
     parser.add_argument(
-        *spellings("config_file"), metavar="FILE", help="where to write; by default the file that every launch reads"
+        *spellings("config_file"), metavar="FILE", help="file to write; by default the file that every launch reads"
     )
     add_writing_flags(parser)
-    parser.usage = "accelerate config [default | update] [--config_file FILE] [what the file should say]"
+    parser.usage = "accelerate config [default | update] [--config_file FILE] [settings]"
     parser.set_defaults(run=config_command)
     return parser
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...callers import warn
 from ...config.enums import DistributedType
 from ...config.files import (
     KNOWN_KEYS,
@@ -156,7 +156,7 @@ def _read(path: str | Path | None) -> ConfigFile:
 
 def _built(file: ConfigFile, config_class: type[Config]) -> Config:
     for remark in remarks_on(file, config_class):
-        warnings.warn(remark, stacklevel=3)
+        warn(remark)
     return config_of(file, config_class)
 
 

@@ -14,7 +14,7 @@ from .building import FLAGS, config_from_options, launch_by_file, objections_to
 from .config_args import default_json_config_file
 from .telling import complain, errors_are_told
 
-_DESCRIPTION = "Write a configuration file without asking: from what this machine has, and from the flags given here."
+_DESCRIPTION = "Write a configuration file without questions, from the hardware of this machine and the given flags."
 
 
 def write_basic_config(
@@ -63,7 +63,7 @@ def default_config_command(args: argparse.Namespace) -> None:
 
 def add_writing_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--overwrite` and a flag for everything that a file can say."""
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is already there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.epilog = "The flags of engines, which `accelerate launch --help` lists, are taken too."
     add_options(parser, FLAGS)
 
@@ -71,13 +71,13 @@ def add_writing_flags(parser: argparse.ArgumentParser) -> None:
 def default_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentParser:
     """Add `default` to the subcommands in `parser`."""
     default: argparse.ArgumentParser = parser.add_parser(
-        "default", parents=parents, help="write a file without asking", description=_DESCRIPTION
+        "default", parents=parents, help="write a file without questions", description=_DESCRIPTION
     )
     default.add_argument(
         *spellings("config_file"),
         dest="save_location",
         metavar="FILE",
-        help="where to write; by default the default file",
+        help="file to write; by default the default file",
     )
     add_writing_flags(default)
     default.usage = "accelerate config default [--config_file FILE] [--overwrite] [what the file should say]"

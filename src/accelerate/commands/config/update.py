@@ -10,7 +10,7 @@ from ...config.options import spellings
 from .config_args import config_class_of, config_of, keys_of, remarks_on
 from .telling import complain, errors_are_told
 
-_DESCRIPTION = "Rewrite a file in today's keys: what it says stays, what it leaves out is filled in with defaults."
+_DESCRIPTION = "Rewrite an old file with the current keys. Existing values stay; missing keys get their defaults."
 
 
 def update_config(args: argparse.Namespace) -> str:
@@ -39,7 +39,7 @@ def update_config_command(args: argparse.Namespace) -> None:
 def update_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentParser:
     """Add `update` to the subcommands in `parser`."""
     update: argparse.ArgumentParser = parser.add_parser(
-        "update", parents=parents, help="rewrite an old file in today's keys", description=_DESCRIPTION
+        "update", parents=parents, help="rewrite an old file with the current keys", description=_DESCRIPTION
     )
     update.add_argument(*spellings("config_file"), metavar="FILE", help="the file; by default the default file")
     update.set_defaults(run=update_config_command)

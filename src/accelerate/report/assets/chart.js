@@ -31,8 +31,8 @@ class Chart {
     this.card = element("article", { class: "card" }, this.head, this.readout, this.plot);
     this.values = this.curves.map((curve) => {
       const text = document.createTextNode("");
-      const label = large ? [element("span", { class: "muted" }, view.runs[curve.run].name)] : [];
-      const item = element("span", { title: view.runs[curve.run].name }, element("i"), ...label, text);
+      const name = view.runs[curve.run].name;
+      const item = element("span", { title: name }, element("i"), element("span", { class: "run" }, name), element("span", { class: "now" }, text));
       this.readout.append(item);
       return { item, text };
     });

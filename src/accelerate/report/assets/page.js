@@ -204,6 +204,7 @@ function fillNotes() {
   for (const run of data.runs) {
     if (run.skipped) notes.push(`${run.name}: ${count(run.skipped, "line")} could not be read and ${run.skipped === 1 ? "was" : "were"} skipped; a crash can tear a line.`);
   }
+  for (const run of data.runs) if (run.lost.length) notes.push(`${run.name}: ${run.lost.join(", ")}. A tracker loses what it refuses, what it fails to store, and what comes while its server is too slow.`);
   const resumed = data.runs.filter((run) => run.segments.length > 1).map((run) => run.name);
   if (resumed.length) notes.push(`Resumed: ${resumed.join(", ")}. Steps that were done again are shown as they were done last; Time leaves the pauses out.`);
   notes.push(`Drag over a chart to zoom, double-click to go back, click to enlarge. Made by accelerate ${data.version}; this page loads nothing from anywhere.`);

@@ -16,7 +16,9 @@ function stateCell(run) {
   };
   const [text, classes, title] = words[run.state];
   const times = run.segments.length - 1;
-  return cell(times ? `${text}, resumed${times > 1 ? ` ${times} times` : ""}` : text, classes, title);
+  const made = cell(times ? `${text}, resumed${times > 1 ? ` ${times} times` : ""}` : text, classes, title);
+  if (run.lost.length) made.append(element("span", { class: "lost" }, run.lost.map((words) => `, ${words}`).join("")));
+  return made;
 }
 
 function summaryTable(view, data) {

@@ -1,0 +1,65 @@
+"""A mesh of all processes with its groups, made alike by every supported version of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
+
+
+def mesh_over(
+    axes: Sequence[str], sizes: Sequence[int], device_type: str, views: Mapping[str, Sequence[str]]
+) -> DeviceMesh:
+    """Make a mesh of all processes with these axes, and with flattened views of some of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with groups_like_that_of_all():
+        mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(axes))
+        for view, members in views.items():
+            names = tuple(axis for axis in axes if axis in members)
+            if names:
+                mesh[names]._flatten(view)
+    return mesh
+
+
+def beside(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh that has an axis and one of its flattened views."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not hasattr(DeviceMesh, "_concatenate"):  # torch 2.9, which takes the names of views beside those of axes
+        names = (axis, *(view.mesh_dim_names or ()))
+        return mesh[names]
+    return DeviceMesh._concatenate([mesh[axis], view])
+
+
+@contextmanager
+def groups_like_that_of_all() -> Iterator[None]:
+    """Let the groups of a mesh have the timeout of the group of all processes, and open each of them anew.
+
+    torch gives them its default timeout. Where the group of all is bound to a device, torch would split it, together
+    with the gloo beside it: torch 2.9 refuses that, and versions up to 2.13 can crash.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        yield
+        return
+    c10d: Any = dist.distributed_c10d
+    world = c10d._get_default_group()
+    bound, defaults = world.bound_device_id, {name: getattr(c10d, name) for name in _DEFAULTS}
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell its options
+        timeout = world._get_backend(bound or world._device_types[0]).options._timeout
+        for name in _DEFAULTS:
+            setattr(c10d, name, timeout)
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+        for name, timeout in defaults.items():
+            setattr(c10d, name, timeout)

@@ -1,0 +1,48 @@
+"""Over how many items a loss is a mean: the operation that made it tells.
+
+A mean of means is the mean of everything only where every part has as many items. Losses over padded labels have not.
+The parts meet in a pipeline (micro-batches) and in context parallelism (pieces of sequences).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_MOST_NODES = 32
+_MEAN, _SUM = 1, 2  # torch's codes for the reduction of a loss
+
+
+def divisors_of(loss: Tensor) -> list[Any]:
+    """Return the numbers that a loss, or the losses that it is a sum of, were divided by: tensors or plain numbers."""
+    found: list[Any] = []
+    waiting = [loss.grad_fn]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node = waiting.pop(0)
+        if node is None or any(len(output.shape) for output in node._input_metadata):
+            continue  # not a single number: what is below was not averaged yet
+        divisor = _divisor(node)
+        if divisor is None:
+            waiting += [below for below, _ in node.next_functions]
+        else:
+            found.append(divisor)
+    return found
+
+
+def is_sum(loss: Tensor) -> bool:
+    """Tell whether a loss is a plain sum over its items."""
+    node: Any = loss.grad_fn
+    return node is not None and (node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
+
+
+def _divisor(node: Any) -> Any:
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return node._saved_total_weight if hasattr(node, "_saved_total_weight") else node._saved_self.numel()
+    if node.name() == "MeanBackward0":
+        return node._saved_self_sym_numel
+    if node.name() == "DivBackward0" and node._saved_other is not None and not node._saved_other.requires_grad:
+        return node._saved_other
+    return None
