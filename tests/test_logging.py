@@ -97,7 +97,7 @@ def test_in_order_one_rank_speaks_after_the_other(tmp_path: Path, world_size: in
     shared.close()
 
 
-@ranks(2, time_limit=200)
+@ranks(2)
 def test_in_order_ranks_stay_together_though_one_of_them_hears_nothing() -> None:
     state = PartialState()
     logger, recorder = recorded("quiet")

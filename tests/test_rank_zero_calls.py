@@ -136,5 +136,5 @@ def test_the_page_names_every_method_that_is_called_here() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_rank_zero_waits_for_the_others_where_the_page_says_so_and_nowhere_else(sharded: bool, tmp_path: Path) -> None:
-    did_not_wait = run_on_ranks(2, call_as_the_page_says, sharded=sharded, folder=tmp_path, time_limit=150)[0]
+    did_not_wait = run_on_ranks(2, call_as_the_page_says, sharded=sharded, folder=tmp_path)[0]
     assert did_not_wait == []

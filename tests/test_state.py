@@ -274,7 +274,7 @@ def fail_ahead_of_the_others() -> None:
             fail()
 
 
-@ranks(3, time_limit=200)
+@ranks(3)
 def test_an_error_of_the_main_process_does_not_hang_the_others() -> None:
     state = PartialState()
     if state.is_main_process:

@@ -26,7 +26,7 @@ from .sweep import NEW, OLD, Attempt, Call, Sweep
 WANTED = os.environ.get("ACCELERATE_TEST_KILLS", "")
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks, strace and /proc are Linux's"),
-    pytest.mark.timeout(3600 if WANTED else 600),
+    pytest.mark.timeout(3600 if WANTED else 1200),
 ]
 
 

@@ -134,12 +134,10 @@ def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
 
 
 def assert_resumes(world_size: int, folder: Path, *, save_at: int, until: int, **options: Any) -> None:
-    whole = run_on_ranks(world_size, train, until=until, time_limit=90, **options)
+    whole = run_on_ranks(world_size, train, until=until, **options)
     went_on = save_at + 2  # what the run did after its last save must not count
-    run_on_ranks(world_size, train, until=went_on, save_at=save_at, folder=folder, time_limit=90, **options)
-    resumed = run_on_ranks(
-        world_size, train, until=until, folder=folder, resume=True, seed=99, time_limit=90, **options
-    )
+    run_on_ranks(world_size, train, until=went_on, save_at=save_at, folder=folder, **options)
+    resumed = run_on_ranks(world_size, train, until=until, folder=folder, resume=True, seed=99, **options)
     for rank in range(world_size):
         (losses, end), (losses_again, end_again) = whole[rank], resumed[rank]
         assert losses_again == {step: loss for step, loss in losses.items() if step > save_at}, f"rank {rank}"

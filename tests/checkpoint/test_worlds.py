@@ -76,7 +76,7 @@ def train(
 def test_four_two_three_and_four_processes_are_one_run(tmp_path: Path) -> None:
     (whole,) = run_on_ranks(1, train, folder=tmp_path / "whole", first=0, last=STEPS)
     legs = [
-        (world, run_on_ranks(world, train, folder=tmp_path / "ckpt", first=first, last=first + 6, time_limit=90))
+        (world, run_on_ranks(world, train, folder=tmp_path / "ckpt", first=first, last=first + 6))
         for world, first in zip(WORLDS, range(0, STEPS, 6), strict=True)
     ]
     for epoch in range(EPOCHS):
@@ -129,7 +129,7 @@ def test_batches_of_every_process_keep_their_size_and_each_sample_comes_once(tmp
     options: dict[str, Any] = {"folder": tmp_path / "ckpt", "split_batches": False, "batch_size": 4}
     first = 0
     for world, steps in ((4, 3), (2, 3), (3, 2), (4, 3)):  # 48 + 24 + 24 + 48 samples
-        leg = run_on_ranks(world, train, first=first, last=first + steps, time_limit=90, **options)
+        leg = run_on_ranks(world, train, first=first, last=first + steps, **options)
         seen += [i for step in range(first, first + steps) for rank in leg for i in rank["samples"][step]]
         first += steps
     assert sorted(seen) == list(range(SAMPLES))

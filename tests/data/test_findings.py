@@ -65,7 +65,7 @@ def fail_in_the_loop(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_a_dispatched_loop_is_seen_and_not_a_hang(rank: int) -> None:
     with pytest.raises(RankFailure, match="ValueError: boom"):
-        run_on_ranks(2, fail_in_the_loop, rank=rank, time_limit=30)
+        run_on_ranks(2, fail_in_the_loop, rank=rank)
 
 
 class Bare:

@@ -40,7 +40,6 @@ def observed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @needs_reference
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "world"), sorted(CASES, key=lambda case: list(WORLDS).index(case[1])))
 def test_a_user_sees_no_difference_that_is_not_in_the_docs(name: str, world: str, observed: Any) -> None:
     both = observed(world)

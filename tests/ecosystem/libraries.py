@@ -26,7 +26,7 @@ needs_libraries = pytest.mark.skipif(
 
 
 def run_scenario(
-    name: str, *arguments: object, world_size: int, directory: Path, time_limit: float = 200.0, **variables: str
+    name: str, *arguments: object, world_size: int, directory: Path, time_limit: float = 300.0, **variables: str
 ) -> dict[str, Any]:
     """Run a scenario, through `accelerate launch` where it has several processes; return what it reports."""
     script = [str(SCENARIOS / f"{name}.py"), *map(str, arguments)]
@@ -38,7 +38,7 @@ def run_scenario(
 
 
 def run_with_torchrun(
-    name: str, *arguments: object, world_size: int, directory: Path, time_limit: float = 200.0, **variables: str
+    name: str, *arguments: object, world_size: int, directory: Path, time_limit: float = 300.0, **variables: str
 ) -> dict[str, Any]:
     """Run a scenario through torchrun, which starts any accelerate alike; return what it reports."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size), "--master_port", str(free_port())]
@@ -46,7 +46,7 @@ def run_with_torchrun(
     return _report(run_command(PYTHON, *launcher, *script, directory=directory, time_limit=time_limit, **variables))
 
 
-def run_command(*command: str, directory: Path, time_limit: float = 200.0, **variables: str) -> str:
+def run_command(*command: str, directory: Path, time_limit: float = 300.0, **variables: str) -> str:
     """Run a command of the venv in a directory; return what it printed, and fail the test unless it succeeds."""
     path = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
     env = environment(directory, **_OFFLINE, PATH=path, **variables)

@@ -8,7 +8,7 @@ import pytest
 
 from .libraries import REPOSITORY, needs_libraries, run_scenario
 
-pytestmark = [needs_libraries, pytest.mark.timeout(300)]
+pytestmark = [needs_libraries]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

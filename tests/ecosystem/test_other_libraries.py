@@ -12,7 +12,7 @@ import yaml
 
 from .libraries import PYTHON, REPOSITORY, folder, needs_libraries, run_command, run_scenario
 
-pytestmark = [needs_libraries, pytest.mark.timeout(300)]
+pytestmark = [needs_libraries]
 
 
 def test_the_venv_has_the_pinned_libraries_and_our_package(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from .libraries import REPOSITORY, folder, needs_libraries, run_scenario, run_with_torchrun
 
-pytestmark = [needs_libraries, pytest.mark.timeout(400)]
+pytestmark = [needs_libraries]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -9,7 +9,7 @@ import pytest
 
 from .libraries import needs_libraries, program, run_command, run_scenario
 
-pytestmark = [needs_libraries, pytest.mark.timeout(400)]
+pytestmark = [needs_libraries]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -36,7 +36,7 @@ disk_offload(model, Path(sys.argv[1]) / "offload", execution_device="cpu")
 
 def run(script: str, *arguments: object) -> str:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=150)
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -207,7 +207,7 @@ def test_memory_stays_at_the_quantised_model_and_one_layer(tmp_path: Path) -> No
     for layers in (12, 48):
         (tmp_path / str(layers)).mkdir()
         command = [sys.executable, str(program), str(layers)]
-        printed = subprocess.check_output(command, text=True, cwd=tmp_path / str(layers), timeout=150)
+        printed = subprocess.check_output(command, text=True, cwd=tmp_path / str(layers), timeout=300)
         quantized, peak, layer = map(int, printed.split()[-3:])
         beyond[layers] = (peak - quantized) / layer
     # bitsandbytes' quantiser makes some five copies of a layer on a CPU. What matters is that they go with the layer:

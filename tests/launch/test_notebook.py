@@ -302,7 +302,7 @@ def test_forked_workers_compute_although_the_parent_has_used_all_its_threads(tmp
             print(parent, notebook_launcher(compute, num_processes=2, start_method="fork"))
         """)
     )
-    printed = run_script(script, world_size=1, directory=tmp_path, time_limit=60)
+    printed = run_script(script, world_size=1, directory=tmp_path)
     assert printed.strip() == "(1.0, 4) (1.0, 1)"
 
 

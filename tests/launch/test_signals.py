@@ -156,7 +156,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: str, tmp_path: Path)
     run.expect_nobody()
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_ctrl_c_at_any_moment_leaves_nobody(moment: int, tmp_path: Path) -> None:
     """ACCELERATE_TEST_MOMENTS=20 tries twenty."""

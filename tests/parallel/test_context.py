@@ -81,7 +81,7 @@ def tokens_and_labels(seed: int = 0) -> tuple[Tensor, Tensor]:
 MIXES = r"at one position depends on other positions.*attn_implementation=\"sdpa\""
 
 
-@ranks(2, time_limit=200)
+@ranks(2)
 def test_what_would_see_only_a_part_of_the_sequence_is_refused_at_the_first_forward() -> None:
     cpu_attention.register()
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))

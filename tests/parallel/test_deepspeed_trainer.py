@@ -12,7 +12,7 @@ import pytest
 
 from tests.ecosystem.libraries import PYTHON, needs_libraries, program, run_command
 
-pytestmark = [needs_libraries, pytest.mark.timeout(400)]
+pytestmark = [needs_libraries]
 SCRIPT = Path(__file__).with_name("trainer_by_deepspeed.py")
 
 

@@ -311,7 +311,7 @@ def refusal_of(operation: Callable[[Any], Any], data: Any) -> DistributedOperati
     return refusal.value
 
 
-@ranks(3, time_limit=30)
+@ranks(3)
 def test_in_debug_mode_uneven_shapes_are_refused_on_every_rank_with_all_ranks_listed() -> None:
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     for operation in (gather, reduce, broadcast):
@@ -326,7 +326,7 @@ def test_in_debug_mode_uneven_shapes_are_refused_on_every_rank_with_all_ranks_li
     assert gather(torch.tensor([rank()])).tolist() == [0, 1, 2], "the ranks are still in step"
 
 
-@ranks(2, time_limit=30)
+@ranks(2)
 def test_in_debug_mode_other_kinds_of_disagreement_are_refused_too() -> None:
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     first = rank() == 0
@@ -343,7 +343,7 @@ def test_in_debug_mode_other_kinds_of_disagreement_are_refused_too() -> None:
     assert calls.per_rank == ["gather(float32[2] on cpu)", "reduce(float32[2] on cpu)"]
 
 
-@ranks(2, time_limit=30)
+@ranks(2)
 def test_in_debug_mode_what_all_ranks_do_wrong_alike_is_still_an_error() -> None:
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     with pytest.raises(TypeError, match="found a str"):
@@ -358,7 +358,7 @@ def test_in_debug_mode_what_agrees_passes() -> None:
     assert pad_across_processes(torch.ones(1 + rank())).shape == (2,)
 
 
-@ranks(2, time_limit=30)
+@ranks(2)
 def test_an_operation_of_the_users_own_can_be_verified() -> None:
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     assert verify_operation(biggest)(torch.tensor([rank()]), 1).item() == 2

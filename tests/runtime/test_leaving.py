@@ -108,5 +108,5 @@ print(f"{len(batches)} batches, {gc.isenabled()}\\n", end="")
 
 def test_nor_does_it_free_a_group_that_the_script_opened_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GROUP_OF_THE_SCRIPT)
-    printed = run_script(tmp_path / "train.py", world_size=2, directory=tmp_path, time_limit=60)
+    printed = run_script(tmp_path / "train.py", world_size=2, directory=tmp_path)
     assert printed.count("2 batches, True") == 2

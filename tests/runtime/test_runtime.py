@@ -290,7 +290,7 @@ def fail() -> None:
     raise KeyError("the reason")
 
 
-@ranks(3, time_limit=20)
+@ranks(3)
 def test_an_error_of_who_goes_first_releases_the_others() -> None:
     runtime = Runtime.start()
     if runtime.is_main_process:
@@ -302,7 +302,7 @@ def test_an_error_of_who_goes_first_releases_the_others() -> None:
     assert sum_of_ranks() == 3, "the ranks are still in step"
 
 
-@ranks(3, time_limit=20)
+@ranks(3)
 def test_an_error_of_who_goes_second_concerns_nobody_else() -> None:
     runtime = Runtime.start()
     if runtime.process_index == 2:

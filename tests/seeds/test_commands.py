@@ -16,7 +16,6 @@ from .documents import DIRECTORY
 
 pytestmark = [
     pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the documents are not here: set SEED_DOCUMENTS"),
-    pytest.mark.timeout(600),
 ]
 
 SCRIPT = """

@@ -26,7 +26,6 @@ needs_torchvision = pytest.mark.skipif(
 )
 pytestmark = [
     pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the documents are not here: set SEED_DOCUMENTS"),
-    pytest.mark.timeout(600),
 ]
 on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
 

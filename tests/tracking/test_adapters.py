@@ -17,8 +17,6 @@ from tests.warm import COLD
 from .stores import PACKAGES, odd_script, offline, script
 from .stores.reading import READERS
 
-pytestmark = pytest.mark.timeout(600)  # two launches with all packages; CI machines are busy
-
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
 
 

@@ -22,8 +22,6 @@ from .stores import offline, resumed_script
 from .stores.reading import READERS
 from .test_adapters import INSTALLED, needs
 
-pytestmark = pytest.mark.timeout(400)  # two starts with all packages; CI machines are busy
-
 LATER = [
     (step, (100.0 if step > resumed_script.SAVED_AFTER else 0.0) + step) for step in range(resumed_script.LAST + 1)
 ]

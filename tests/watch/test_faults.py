@@ -17,7 +17,6 @@ from tests.timing import ALONE
 FAULTS = Path(__file__).with_name("faults.py")
 THRESHOLD = 3.0
 SECONDS_TO_TELL = THRESHOLD + 5
-pytestmark = pytest.mark.timeout(1000)
 
 
 @dataclass(frozen=True)
