@@ -53,8 +53,8 @@ def config(stage: int) -> dict[str, Any]:
 def bare_step(stage: int) -> Iterator[None]:
     import deepspeed
 
-    from accelerate.parallel.deepspeed import load_deepspeed
-    from accelerate.runtime.runtime import Runtime
+    from accelerate.parallel.deepspeed.strategy import load_deepspeed
+    from accelerate.runtime.group.runtime import Runtime
 
     load_deepspeed(Runtime.start(cpu=True))  # without the operation that DeepSpeed would compile first
     net = blocks()

@@ -20,13 +20,13 @@ if str(SOURCES) not in sys.path:
     sys.path.insert(0, str(SOURCES))
 
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
-from accelerate.config.options import BY_NAME, Option  # noqa: E402
+from accelerate.config.launch.options import BY_NAME, Option  # noqa: E402
 from accelerate.launch import verdict as launcher  # noqa: E402
 from accelerate.runtime import phases  # noqa: E402
+from accelerate.watch.hangs.verdict import Absence, judge  # noqa: E402
 from accelerate.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402
 from accelerate.watch.reports import Report  # noqa: E402
-from accelerate.watch.stragglers import Finding  # noqa: E402
-from accelerate.watch.verdict import Absence, judge  # noqa: E402
+from accelerate.watch.stragglers.judging import Finding  # noqa: E402
 
 _PART = re.compile(
     r"(?P<begin><!-- made: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL

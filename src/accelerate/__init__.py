@@ -12,34 +12,34 @@ __version__ = "2.0.0.dev0"
 
 _HOME_OF = {
     "Accelerator": "accelerator",
-    "AutocastKwargs": "config.plugins",
+    "AutocastKwargs": "config.plugins.handlers",
     "DDPCommunicationHookType": "config.enums",
-    "DataLoaderConfiguration": "config.plugins",
-    "DeepSpeedPlugin": "config.deepspeed",
-    "DistributedDataParallelKwargs": "config.plugins",
+    "DataLoaderConfiguration": "config.plugins.handlers",
+    "DeepSpeedPlugin": "config.plugins.deepspeed",
+    "DistributedDataParallelKwargs": "config.plugins.handlers",
     "DistributedType": "config.enums",
-    "FullyShardedDataParallelPlugin": "config.sharding",
-    "GradScalerKwargs": "config.plugins",
-    "InitProcessGroupKwargs": "config.plugins",
-    "ParallelismConfig": "config.parallelism",
+    "FullyShardedDataParallelPlugin": "config.plugins.sharding",
+    "GradScalerKwargs": "config.plugins.handlers",
+    "InitProcessGroupKwargs": "config.plugins.handlers",
+    "ParallelismConfig": "config.plugins.parallelism",
     "PartialState": "state",
-    "ProfileKwargs": "config.plugins",
+    "ProfileKwargs": "config.plugins.handlers",
     "cpu_offload": "inference.dispatch",
     "cpu_offload_with_hook": "inference.dispatch",
     "debug_launcher": "launchers",
     "disk_offload": "inference.dispatch",
     "dispatch_model": "inference.dispatch",
     "find_executable_batch_size": "memory",
-    "infer_auto_device_map": "inference.device_map",
+    "infer_auto_device_map": "inference.planning.device_map",
     "init_empty_weights": "inference.empty",
     "init_on_device": "inference.empty",
-    "is_rich_available": "runtime.abilities",
+    "is_rich_available": "runtime.devices.abilities",
     "load_checkpoint_and_dispatch": "inference.loading",
     "load_checkpoint_in_model": "inference.loading",
     "notebook_launcher": "launchers",
     "prepare_pippy": "inference",
     "skip_first_batches": "data.preparing",
-    "synchronize_rng_states": "runtime.random",
+    "synchronize_rng_states": "runtime.loop.random",
 }
 
 _MODULES = (
@@ -52,20 +52,19 @@ __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
-    from .config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from .config.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from .config.enums import DistributedType as DistributedType
-    from .config.parallelism import ParallelismConfig as ParallelismConfig
-    from .config.plugins import AutocastKwargs as AutocastKwargs
-    from .config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
-    from .config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from .config.plugins import GradScalerKwargs as GradScalerKwargs
-    from .config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from .config.plugins import ProfileKwargs as ProfileKwargs
-    from .config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from .config.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from .config.plugins.handlers import AutocastKwargs as AutocastKwargs
+    from .config.plugins.handlers import DataLoaderConfiguration as DataLoaderConfiguration
+    from .config.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from .config.plugins.handlers import GradScalerKwargs as GradScalerKwargs
+    from .config.plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from .config.plugins.handlers import ProfileKwargs as ProfileKwargs
+    from .config.plugins.parallelism import ParallelismConfig as ParallelismConfig
+    from .config.plugins.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from .data.preparing import skip_first_batches as skip_first_batches
     from .inference import prepare_pippy as prepare_pippy
-    from .inference.device_map import infer_auto_device_map as infer_auto_device_map
     from .inference.dispatch import cpu_offload as cpu_offload
     from .inference.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
     from .inference.dispatch import disk_offload as disk_offload
@@ -74,11 +73,12 @@ if TYPE_CHECKING:
     from .inference.empty import init_on_device as init_on_device
     from .inference.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from .inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
+    from .inference.planning.device_map import infer_auto_device_map as infer_auto_device_map
     from .launchers import debug_launcher as debug_launcher
     from .launchers import notebook_launcher as notebook_launcher
-    from .memory import find_executable_batch_size as find_executable_batch_size
-    from .runtime.abilities import is_rich_available as is_rich_available
-    from .runtime.random import synchronize_rng_states as synchronize_rng_states
+    from .runtime.devices.abilities import is_rich_available as is_rich_available
+    from .runtime.devices.memory import find_executable_batch_size as find_executable_batch_size
+    from .runtime.loop.random import synchronize_rng_states as synchronize_rng_states
     from .state import PartialState as PartialState
 
 

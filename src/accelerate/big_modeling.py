@@ -1,6 +1,5 @@
 """Published path of what runs models larger than memory; it lives in `accelerate.inference`."""
 
-from .inference.device_map import check_device_map, get_max_memory, infer_auto_device_map
 from .inference.dispatch import (
     attach_layerwise_casting_hooks,
     cpu_offload,
@@ -9,7 +8,8 @@ from .inference.dispatch import (
     dispatch_model,
 )
 from .inference.empty import init_empty_weights, init_on_device
-from .inference.hooks import (
+from .inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from .inference.offload.hooks import (
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
@@ -18,9 +18,9 @@ from .inference.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from .inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from .inference.offload.weights import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from .inference.planning.device_map import check_device_map, get_max_memory, infer_auto_device_map
 from .inference.tensors import find_tied_parameters, retie_parameters
-from .inference.weights import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 
 __all__ = [
     "AlignDevicesHook",

@@ -1,12 +1,12 @@
 """Published path of the data loading classes; they live in `accelerate.data`."""
 
-from .data.dispatch import DataLoaderDispatcher
-from .data.indices import SkipBatchSampler
-from .data.order import HugeRandomSampler, SeedableRandomSampler
+from .data.loaders.dispatch import DataLoaderDispatcher
+from .data.loaders.shard import DataLoaderShard
+from .data.loaders.streams import IterableDatasetShard
+from .data.order.indices import SkipBatchSampler
+from .data.order.orders import HugeRandomSampler, SeedableRandomSampler
+from .data.order.sharding import BatchSamplerShard
 from .data.preparing import SkipDataLoader, prepare_data_loader, skip_first_batches
-from .data.shard import DataLoaderShard
-from .data.sharding import BatchSamplerShard
-from .data.streams import IterableDatasetShard
 
 __all__ = [
     "BatchSamplerShard",

@@ -1,6 +1,6 @@
 """Published path of the hooks around a module's forward pass; they live in `accelerate.inference.hooks`."""
 
-from .inference.hooks import (
+from .inference.offload.hooks import (
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
@@ -15,9 +15,9 @@ from .inference.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from .inference.offload.weights import PrefixedDataset
 from .inference.tensors import named_module_tensors, set_module_tensor_to_device
-from .inference.weights import PrefixedDataset
-from .runtime.nested import find_device, send_to_device
+from .runtime.collectives.nested import find_device, send_to_device
 
 __all__ = [
     "AlignDevicesHook",

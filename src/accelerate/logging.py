@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .config.environment import read_setting
-from .runtime.runtime import Runtime, rank_of_this_process
+from .runtime.group.runtime import Runtime, rank_of_this_process
 
 _CALLER = 2
 """The `stacklevel` of the line that logs, as published: one more than the logging module counts."""

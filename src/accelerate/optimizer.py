@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .callers import warn
+from .errors.callers import warn
 from .parallel.base import move_optimizer_state, params_of
 from .runtime import phases
-from .runtime.gradient_state import GradientState
-from .runtime.nested import send_to_device
-from .runtime.runtime import Runtime
+from .runtime.collectives.nested import send_to_device
+from .runtime.group.runtime import Runtime
+from .runtime.loop.gradient_state import GradientState
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

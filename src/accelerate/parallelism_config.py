@@ -1,5 +1,5 @@
 """Published path of `ParallelismConfig`, and the path of what belongs to it."""
 
-from .config.parallelism import ParallelismConfig, PipelineConfig
+from .config.plugins.parallelism import ParallelismConfig, PipelineConfig
 
 __all__ = ["ParallelismConfig", "PipelineConfig"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from .callers import warn
-from .runtime.gradient_state import GradientState
-from .runtime.runtime import Runtime
+from .errors.callers import warn
+from .runtime.group.runtime import Runtime
+from .runtime.loop.gradient_state import GradientState
 
 _logger = logging.getLogger(__name__)
 _told = False

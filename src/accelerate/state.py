@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from .config.enums import DistributedType
-from .config.plugins import InitProcessGroupKwargs
+from .config.plugins.handlers import InitProcessGroupKwargs
 from .config.settings import TrainingSettings
 from .data.splitting import share_of
 from .parallel.base import Strategy
-from .runtime import device as devices
-from .runtime.gradient_state import GradientState
-from .runtime.runtime import Runtime
+from .runtime.devices import device as devices
+from .runtime.group.runtime import Runtime
+from .runtime.loop.gradient_state import GradientState
 from .watch import watch
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,15 +21,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.checkpoint import codec
-from accelerate.checkpoint.engine import CheckpointError
+from accelerate.checkpoint.commit.engine import CheckpointError
+from accelerate.checkpoint.formats import codec
 from accelerate.checkpoint.layout import COMMIT_FILE
 from accelerate.utils import ProjectConfiguration, set_seed
 from tests.launching import run_script
 from tests.ranks import ranks, run_on_ranks
 from tests.seeds.documents import DIRECTORY, python_blocks
 
-from .published import Tied
+from .formats.published import Tied
 from .runs import Notes, StampedRun
 
 needs_documents = pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the documents are not here: set SEED_DOCUMENTS")

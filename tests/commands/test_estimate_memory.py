@@ -14,7 +14,7 @@ import pytest
 
 from accelerate.commands.accelerate_cli import main
 from accelerate.commands.estimate_memory import estimate_command_parser
-from accelerate.inference import definitions
+from accelerate.inference.estimating import definitions
 from tests.launching import run_accelerate
 
 PROGRAM = """

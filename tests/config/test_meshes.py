@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate.checkpoint.crew import Crew
-from accelerate.config.parallelism import ParallelismConfig
-from accelerate.config.plugins import InitProcessGroupKwargs
-from accelerate.runtime.runtime import Runtime
+from accelerate.checkpoint.commit.group import Crew
+from accelerate.config.plugins.handlers import InitProcessGroupKwargs
+from accelerate.config.plugins.parallelism import ParallelismConfig
+from accelerate.runtime.group.runtime import Runtime
 from tests.pretend_accelerator import run_on_a_pretend_accelerator
 from tests.ranks import ranks
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.compilation import TorchDynamoPlugin
 from accelerate.config.enums import PrecisionType
-from accelerate.config.plugins import GradientAccumulationPlugin
+from accelerate.config.plugins.compilation import TorchDynamoPlugin
+from accelerate.config.plugins.handlers import GradientAccumulationPlugin
 from accelerate.config.settings import TrainingSettings
 from accelerate.errors import UnsupportedSettingError
 
@@ -120,13 +120,14 @@ def test_impossible_accumulation_from_the_environment_names_the_variable(monkeyp
 def test_configuration_is_read_without_torch() -> None:
     program = """
 import sys
-import accelerate.config.enums, accelerate.config.environment, accelerate.config.plugins, accelerate.config.settings
-import accelerate.errors, accelerate.runtime.process
+import accelerate.config.enums, accelerate.config.environment
+import accelerate.config.plugins.handlers, accelerate.config.settings
+import accelerate.errors, accelerate.runtime.group.process
 accelerate.config.settings.TrainingSettings.from_arguments(
     mixed_precision="bf16", gradient_accumulation_steps=2, gradient_accumulation_plugin=None
 ).explain()
-accelerate.config.plugins.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
-accelerate.runtime.process.ProcessInfo.from_environment()
+accelerate.config.plugins.handlers.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
+accelerate.runtime.group.process.ProcessInfo.from_environment()
 print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.data.loaders import PreparedLoader
+from accelerate.data.loaders.base import PreparedLoader
 from accelerate.data_loader import prepare_data_loader
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pexpect
 
-from tests.report.browser import Browser
+from tests.commands.views.browser import Browser
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = 100

@@ -18,7 +18,7 @@ import pytest
 import accelerate
 import accelerate.utils
 from accelerate.commands.launch import launch_command_parser
-from accelerate.watch import verdict
+from accelerate.watch.hangs import verdict
 
 from .pages import ROOT
 

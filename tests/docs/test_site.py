@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.report.browser import PROGRAM, Browser
+from tests.commands.views.browser import PROGRAM, Browser
 
 from .pages import ROOT, ROOT_PAGES, name_of
 

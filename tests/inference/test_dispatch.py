@@ -22,7 +22,7 @@ from accelerate import (
     load_checkpoint_in_model,
 )
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.inference.mapping import is_mapped
+from accelerate.inference.offload.mapping import is_mapped
 from accelerate.utils import find_tied_parameters, set_module_tensor_to_device
 from accelerate.utils.modeling import get_state_dict_offloaded_model, load_state_dict
 from tests.inference.models import Scaled, Tied, tied_model

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.checkpoint.model_files import save_model_files
+from accelerate.checkpoint.formats.model_files import save_model_files
 from tests.ranks import ranks
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import init_empty_weights
-from accelerate.checkpoint.model_files import save_model_files
+from accelerate.checkpoint.formats.model_files import save_model_files
 from accelerate.errors import UnsupportedSettingError
-from accelerate.inference.estimate import estimate
+from accelerate.inference.estimating.estimate import estimate
 from accelerate.inference.quantized import layers_to_convert, quantized_model_size
 from accelerate.utils import BnbQuantizationConfig, CustomDtype, has_4bit_bnb_layers, load_and_quantize_model
 from accelerate.utils.bnb import (
@@ -220,7 +220,7 @@ PEAK = """
 import sys, torch
 from torch import nn
 from accelerate import init_empty_weights
-from accelerate.checkpoint.model_files import save_model_files
+from accelerate.checkpoint.formats.model_files import save_model_files
 from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
 from pathlib import Path
 

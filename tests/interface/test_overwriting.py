@@ -130,7 +130,7 @@ def test_who_has_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_assignment_is_undone_where_it_was_made() -> None:
-    from accelerate.runtime import abilities
+    from accelerate.runtime.devices import abilities
 
     before = abilities.is_wandb_available
     with pytest.MonkeyPatch.context() as patch:

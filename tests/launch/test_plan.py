@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch_settings import LaunchSettings
+from accelerate.config.launch.settings import LaunchSettings
 from accelerate.launch import plan as planning
-from accelerate.launch.cluster import Cluster
+from accelerate.launch.machines.cluster import Cluster
 from accelerate.launch.plan import Plan, make_plan
 
 

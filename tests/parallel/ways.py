@@ -60,7 +60,7 @@ def run(
 ) -> list[float]:
     """Train, and return the mean loss of every batch of 8 samples, the same on every process."""
     if "cp" in way:
-        from . import cpu_attention
+        from .mesh.context import cpu_attention
 
         cpu_attention.register()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **{**WAYS[way][1](), **options})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.report.finding import read_runs
+from accelerate.commands.views.runs.finding import read_runs
 from accelerate.tracking import GeneralTracker, MLflowTracker
 from accelerate.utils import ProjectConfiguration
 

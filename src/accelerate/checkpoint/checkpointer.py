@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..config.plugins import ProjectConfiguration
+from ..config.plugins.handlers import ProjectConfiguration
 from ..errors import START_ME_AGAIN
 from ..parallel.base import Strategy
-from ..parallel.dtensors import gathered, is_spread
-from ..parallel.unwrapping import extract_model_from_parallel
-from ..runtime.progress import while_slow
-from ..runtime.random import set_seed
-from ..runtime.runtime import Runtime
+from ..parallel.modules.dtensors import gathered, is_spread
+from ..parallel.modules.unwrapping import extract_model_from_parallel
+from ..runtime.group.runtime import Runtime
+from ..runtime.loop.progress import while_slow
+from ..runtime.loop.random import set_seed
 from ..watch.place import guard_of_caller
-from .crew import Crew
-from .engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
+from .commit.engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
+from .commit.group import Crew
+from .commit.staging import Staging
+from .commit.supplements import Announcements, Opened, Supplement, supplement_folder
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,
@@ -42,12 +44,10 @@ from .layout import (
     random_states_file,
     unfinished,
 )
-from .parts import EnginePart, ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
+from .parts.states import EnginePart, ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
 from .preemption import Preemption
-from .remote import RemoteStore
-from .staging import Staging
-from .store import Found, LocalStore, Store
-from .supplements import Announcements, Opened, Supplement, supplement_folder
+from .storage.remote import RemoteStore
+from .storage.store import Found, LocalStore, Store
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Checkpointer:
         ]
 
     def _shards(self, models: Sequence[nn.Module]) -> list[Part]:
-        from .shards import ShardedModelPart, ShardedOptimizerPart  # on first use: torch's DCP takes long to import
+        from .parts.shards import ShardedModelPart, ShardedOptimizerPart
 
         is_whole = self.prepared.strategy.holds_whole_models
         return [

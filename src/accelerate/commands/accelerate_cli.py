@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from .parser import VERBS, Parser
+from ..config.launch.parser import VERBS, Parser
+
+MODULE_OF = {
+    "report": ".views.report",
+    "to-fsdp2": ".config.to_fsdp2",
+    "verify-resume": ".verify.resume",
+    "watch": ".views.watch",
+}
+"""Where a verb is implemented, if not in a module of its own name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     typed = next((word for word in words if not word.startswith("-")), None)
     for verb, text in VERBS.items():
         if verb == typed:  # only the verb that is typed is loaded
-            import_module(f".{verb.replace('-', '_')}", __package__).add_parser(verbs)
+            import_module(MODULE_OF.get(verb, f".{verb.replace('-', '_')}"), __package__).add_parser(verbs)
         else:
             verbs.add_parser(verb, help=text)
     parser.verb = verbs.choices.get(typed or "")

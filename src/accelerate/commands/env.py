@@ -10,9 +10,9 @@ from typing import Any
 
 from .. import __version__
 from ..config.environment import SETTING_VARIABLES, read
-from ..config.files import default_config_path, find_config
-from ..config.options import spellings
-from .parser import verb_parser
+from ..config.launch.files import default_config_path, find_config
+from ..config.launch.options import spellings
+from ..config.launch.parser import verb_parser
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -33,8 +33,8 @@ def env_command(args: argparse.Namespace) -> None:
     import numpy
     import torch
 
-    from ..runtime.device import accelerator_type
-    from ..runtime.process import ProcessInfo
+    from ..runtime.devices.device import accelerator_type
+    from ..runtime.group.process import ProcessInfo
 
     kind = accelerator_type()
     devices = f"{torch.accelerator.device_count()} x {kind}" if kind is not None else "none"

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.files import find_config
-from ..config.launch_settings import LaunchSettings
-from ..config.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
+from ..config.launch.files import find_config
+from ..config.launch.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
+from ..config.launch.parser import add_options, typed, verb_parser
+from ..config.launch.settings import LaunchSettings
 from ..errors import LaunchError
-from .parser import add_options, typed, verb_parser
 
 _DESCRIPTION = "Start a script on one process or many. The script's own arguments follow it."
 
@@ -55,10 +55,10 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
-    from ..launch.cluster import find_cluster
-    from ..launch.hostfile import cluster_of_hostfile, remarks_on_machines
+    from ..launch.machines.cluster import find_cluster
+    from ..launch.machines.hostfile import cluster_of_hostfile, remarks_on_machines
     from ..launch.plan import make_plan
-    from ..launch.run import carry_out
+    from ..launch.processes.run import carry_out
     from ..launch.say import say
 
     try:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any
 
+from ..config.launch.parser import verb_parser
 from .launch import add_launch_options, launch_command, launch_command_parser, launch_words
-from .parser import verb_parser
 
-_MODULE = "accelerate.launch.selftest"
+_MODULE = "accelerate.launch.selftest.script"
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

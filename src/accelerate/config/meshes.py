@@ -63,3 +63,12 @@ def groups_like_that_of_all() -> Iterator[None]:
         world.bound_device_id = bound
         for name, timeout in defaults.items():
             setattr(c10d, name, timeout)
+
+
+def forget_meshes() -> None:
+    """Let torch forget what it worked out for meshes whose groups are closed: a new mesh of that shape equals them."""
+    with suppress(ImportError, AttributeError):  # torch's own caches, which other versions may keep elsewhere
+        from torch.distributed.tensor import _redistribute, debug
+
+        _redistribute._gen_transform_infos.cache_clear()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedSettingError
-from .compilation import SETTING_OF_FIELD, TorchDynamoPlugin
-from .deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .enums import PrecisionType
 from .environment import (
     asks_for_deepspeed,
@@ -21,9 +19,11 @@ from .environment import (
     variable_of,
 )
 from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
-from .parallelism import ParallelismConfig
-from .plugins import GradientAccumulationPlugin
-from .sharding import FullyShardedDataParallelPlugin
+from .plugins.compilation import SETTING_OF_FIELD, TorchDynamoPlugin
+from .plugins.deepspeed import ACCUMULATION, DeepSpeedPlugin
+from .plugins.handlers import GradientAccumulationPlugin
+from .plugins.parallelism import ParallelismConfig
+from .plugins.sharding import FullyShardedDataParallelPlugin
 
 
 def resolve(setting: str, in_code: Any, default: Any) -> Resolved:

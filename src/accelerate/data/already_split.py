@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..callers import warn
-from ..runtime.runtime import Runtime
-from .loaders import length_of
-from .order import innermost_sampler
+from ..errors.callers import warn
+from ..runtime.group.runtime import Runtime
+from .loaders.base import length_of
+from .order.orders import innermost_sampler
 
 _ROWS = 16  # of a Hugging Face data set, compared between ranks
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.collectives import gather, gather_object
-from ..runtime.nested import recursively_apply
+from ..runtime.collectives.nested import recursively_apply
+from ..runtime.collectives.operations import gather, gather_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..callers import warn
 from ..config.enums import RNGType
-from ..runtime.runtime import Runtime
+from ..errors.callers import warn
+from ..runtime.group.runtime import Runtime
 from .already_split import stated_split
-from .dispatch import DataLoaderDispatcher
-from .loaders import PreparedLoader
-from .order import agreeing_sampler, with_sampler
-from .shard import DataLoaderShard
-from .sharding import BatchSamplerShard
-from .streams import IterableDatasetShard, TellingCollate
+from .loaders.base import PreparedLoader
+from .loaders.dispatch import DataLoaderDispatcher
+from .loaders.shard import DataLoaderShard
+from .loaders.streams import IterableDatasetShard, TellingCollate
+from .order.orders import agreeing_sampler, with_sampler
+from .order.sharding import BatchSamplerShard
 
 _LOADER_OPTIONS = (
     "num_workers",

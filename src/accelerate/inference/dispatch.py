@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.device import accelerator_type, default_device
+from ..runtime.devices.device import accelerator_type, default_device
 from ..runtime.modules import owner_of
-from .device_map import OFFLOADED, Place, check_device_map, check_tied_parameters_on_same_device
-from .hooks import (
+from .offload.hooks import (
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
@@ -29,6 +28,14 @@ from .hooks import (
     attach_align_device_hook_on_blocks,
     remove_hook_from_submodules,
 )
+from .offload.weights import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_weight,
+    read_index,
+    write_index,
+)
+from .planning.device_map import OFFLOADED, Place, check_device_map, check_tied_parameters_on_same_device
 from .tensors import (
     Device,
     TiedTensors,
@@ -39,13 +46,6 @@ from .tensors import (
     get_non_persistent_buffers,
     named_module_tensors,
     retie_parameters,
-)
-from .weights import (
-    OffloadedWeightsLoader,
-    extract_submodules_state_dict,
-    offload_weight,
-    read_index,
-    write_index,
 )
 
 logger = logging.getLogger(__name__)

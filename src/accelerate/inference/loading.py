@@ -15,17 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..callers import warn
-from ..checkpoint.model_files import files_of_model, read_model_files
-from ..checkpoint.parts import with_ties
+from ..checkpoint.formats.model_files import files_of_model, read_model_files
+from ..checkpoint.parts.states import with_ties
 from ..errors import UnsupportedSettingError
-from ..parallel.dtensors import is_spread
-from ..runtime.device import is_cpu
+from ..errors.callers import warn
+from ..parallel.modules.dtensors import is_spread
+from ..runtime.devices.device import is_cpu
+from ..runtime.loop.progress import progress
 from ..runtime.modules import owner_of
-from ..runtime.progress import progress
-from .device_map import DeviceMap, Place, check_device_map, get_balanced_memory, infer_auto_device_map, place_of
 from .dispatch import dispatch
-from .sizes import as_classes
+from .offload.weights import Index, SafetensorsFile, TensorFile, offload_weight, read_index, write_index
+from .planning.device_map import (
+    DeviceMap,
+    Place,
+    check_device_map,
+    get_balanced_memory,
+    infer_auto_device_map,
+    place_of,
+)
+from .planning.sizes import as_classes
 from .tensors import (
     META,
     as_device,
@@ -35,7 +43,6 @@ from .tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from .weights import Index, SafetensorsFile, TensorFile, offload_weight, read_index, write_index
 
 logger = logging.getLogger(__name__)
 

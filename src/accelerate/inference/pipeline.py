@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.parallelism import PipelineConfig
+from ..config.plugins.parallelism import PipelineConfig
 from ..state import PartialState
 
 
@@ -30,10 +30,10 @@ def prepare_pippy(
     state = PartialState()
     if state.num_processes == 1:
         return model.to(state.device)
-    from ..parallel.cutting import divide, stage_starts  # here, because torch's pipelines take long to import
-    from ..parallel.schedules import Pipeline
-    from ..parallel.stages import StageView, keep_stages
-    from ..parallel.surveying import Skeleton, divided_by_use
+    from ..parallel.pipeline.cutting import divide, stage_starts
+    from ..parallel.pipeline.schedules import Pipeline
+    from ..parallel.pipeline.stages import StageView, keep_stages
+    from ..parallel.pipeline.surveying import Skeleton, divided_by_use
 
     class Inference(Pipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

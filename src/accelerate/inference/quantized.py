@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..callers import warn
-from ..config.quantization import BnbQuantizationConfig
-from ..runtime.device import accelerator_type
+from ..config.plugins.quantization import BnbQuantizationConfig
+from ..errors.callers import warn
+from ..runtime.devices.device import accelerator_type
+from ..runtime.loop.progress import progress
 from ..runtime.modules import owner_of
-from ..runtime.progress import progress
-from .lazy_files import LazyModelFiles
+from .offload.lazy_files import LazyModelFiles
 from .tensors import as_device, find_tied_parameters, find_tied_tensors, get_non_persistent_buffers
 
 _BLOCK = 64
@@ -345,7 +345,7 @@ def get_quantized_model_device_map(
         return dict(device_map)
     if device_map not in _PLANS:
         raise ValueError(f"device_map={device_map!r} is unknown: give a dict, or one of {', '.join(_PLANS)}.")
-    from .device_map import get_balanced_memory, infer_auto_device_map
+    from .planning.device_map import get_balanced_memory, infer_auto_device_map
 
     sizes: dict[str, Any] = {"no_split_module_classes": list(no_split_module_classes or ())}
     sizes["dtype"] = bnb_quantization_config.torch_dtype

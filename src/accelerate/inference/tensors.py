@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.device import accelerator_type, clear_device_cache, is_cpu
+from ..runtime.devices.device import accelerator_type, clear_device_cache, is_cpu
 from ..runtime.modules import names_in_common, owner_of
 
 Device = torch.device | str | int

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 
 from ..config.environment import read
-from ..config.files import ConfigFile, default_config_path
-from ..config.launch_settings import DEFAULT, LaunchSettings
-from ..config.options import OPTIONS
+from ..config.launch.files import ConfigFile, default_config_path
+from ..config.launch.options import OPTIONS
+from ..config.launch.settings import DEFAULT, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
 from ..errors import UnsupportedSettingError
 from .plan import Plan, command_of

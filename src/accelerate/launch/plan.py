@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import environment
-from ..config.launch_settings import FLAG, LaunchSettings
+from ..config.launch.settings import FLAG, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
-from .cluster import TASKS_PER_MACHINE, Cluster
 from .devices import count_accelerators, count_cores
+from .machines.cluster import TASKS_PER_MACHINE, Cluster
 
 PORT_OF_SEVERAL_MACHINES = 29500
 """The published one: machines that were told nothing else meet there."""
@@ -82,7 +82,7 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     if settings.gpu_ids not in (None, "all"):
         variables |= dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
     if machines > 1 and not environment.read("GLOO_SOCKET_IFNAME"):
-        from .network import interface_towards
+        from .machines.network import interface_towards
 
         if interface := interface_towards(address):
             variables["GLOO_SOCKET_IFNAME"] = interface
@@ -284,5 +284,5 @@ def command_of(settings: LaunchSettings, script: Sequence[str], *, recorded: boo
     """Return the command of one process; `recorded` ones leave a record of how they ended."""
     if settings.no_python:
         return list(script)
-    recorder = [str(Path(__file__).with_name("worker.py"))] if recorded else []
+    recorder = [str(Path(__file__).parent / "processes" / "worker.py")] if recorded else []
     return [sys.executable, *recorder, *(["-m"] if settings.module else []), *script]

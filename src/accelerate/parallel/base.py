@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..runtime.collectives.nested import recursively_apply
+from ..runtime.group.runtime import Runtime
 from ..runtime.modules import owner_of
-from ..runtime.nested import recursively_apply
-from ..runtime.runtime import Runtime
-from .dtensors import local
+from .modules.dtensors import local
 
 
 @dataclass(frozen=True, kw_only=True)

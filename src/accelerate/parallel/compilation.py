@@ -20,11 +20,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..config.compilation import TorchDynamoPlugin
-from ..runtime.runtime import rank_of_this_process
+from ..config.plugins.compilation import TorchDynamoPlugin
+from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
-from .dtensors import is_spread
-from .unwrapping import is_compiled_module
+from .modules.dtensors import is_spread
+from .modules.unwrapping import is_compiled_module
 
 logger = logging.getLogger(__name__)
 

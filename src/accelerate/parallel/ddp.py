@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config.plugins import DistributedDataParallelKwargs
-from ..runtime.device import ddp_device_ids
-from ..runtime.runtime import Runtime
-from .averaging import average_gradients
+from ..config.plugins.handlers import DistributedDataParallelKwargs
+from ..runtime.devices.device import ddp_device_ids
+from ..runtime.group.runtime import Runtime
 from .base import Capabilities, Strategy
-from .dtensors import require_plain
+from .modules.averaging import average_gradients
+from .modules.dtensors import require_plain
 
 
 class DataParallel(Strategy):

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.deepspeed import DeepSpeedPlugin
 from ..config.origins import NOT_YET
-from ..config.parallelism import ParallelismConfig
-from ..config.plugins import DistributedDataParallelKwargs
-from ..config.sharding import FullyShardedDataParallelPlugin
+from ..config.plugins.deepspeed import DeepSpeedPlugin
+from ..config.plugins.handlers import DistributedDataParallelKwargs
+from ..config.plugins.parallelism import ParallelismConfig
+from ..config.plugins.sharding import FullyShardedDataParallelPlugin
 from ..errors import UnsupportedSettingError
-from ..runtime.runtime import Runtime
+from ..runtime.group.runtime import Runtime
 from .base import Strategy
 from .ddp import DataParallel
 from .single import SingleProcess
@@ -44,8 +44,8 @@ def strategy_for(
     axes = parallelism.active_mesh_dims if parallelism is not None else []
     if sharding is None and set(axes) <= {"dp_replicate"}:
         return DataParallel(runtime, ddp)
-    from ..runtime.mesh import Mesh  # here, because torch's meshes and FSDP2 take long to import
-    from .sharded import MeshParallel
+    from ..runtime.group.mesh import Mesh
+    from .mesh.sharded import MeshParallel
 
     if ddp is not None and runtime.is_main_process:
         logger.warning("DistributedDataParallelKwargs has no effect: these models are spread over a mesh, not by DDP.")
@@ -54,7 +54,7 @@ def strategy_for(
         sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
     mesh = Mesh.of(parallelism or _over_all(runtime, sharding), runtime)
     if mesh.config.pp_enabled:
-        from .pipeline import PipelineParallel
+        from .pipeline.strategy import PipelineParallel
 
         return PipelineParallel(runtime, mesh, sharding, mixed_precision)
     return MeshParallel(runtime, mesh, sharding)
@@ -74,7 +74,7 @@ def _engines_of(
             "DeepSpeed lays out the processes itself.",
             "Say it in DeepSpeed's config, or leave the deepspeed_plugin out.",
         )
-    from .deepspeed import DeepSpeedEngines  # here, because only runs that ask for it have the package
+    from .deepspeed.strategy import DeepSpeedEngines
 
     return DeepSpeedEngines(runtime, plugins)
 

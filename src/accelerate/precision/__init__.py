@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..config.enums import PrecisionType
-from ..config.fp8 import Fp8Settings
-from ..config.plugins import AutocastKwargs, GradScalerKwargs
+from ..config.plugins.fp8 import Fp8Settings
+from ..config.plugins.handlers import AutocastKwargs, GradScalerKwargs
 from .amp import AmpPrecision
 from .full import FullPrecision
 

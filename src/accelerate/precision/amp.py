@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.plugins import AutocastKwargs, GradScalerKwargs
-from ..runtime.device import supports_low_precision
-from ..runtime.nested import convert_to_fp32
-from ..runtime.runtime import Runtime
+from ..config.plugins.handlers import AutocastKwargs, GradScalerKwargs
+from ..runtime.collectives.nested import convert_to_fp32
+from ..runtime.devices.device import supports_low_precision
+from ..runtime.group.runtime import Runtime
 from .full import FullPrecision
 from .scaler import SharedGradScaler
 

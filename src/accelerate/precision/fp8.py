@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..callers import warn
 from ..config.enums import FP8BackendType
-from ..config.fp8 import AORecipeKwargs, Filter, Fp8Settings
-from ..config.plugins import AutocastKwargs
+from ..config.plugins.fp8 import AORecipeKwargs, Filter, Fp8Settings
+from ..config.plugins.handlers import AutocastKwargs
 from ..errors import UnsupportedSettingError
-from ..runtime.device import supports_fp8
-from ..runtime.runtime import rank_of_this_process
+from ..errors.callers import warn
+from ..runtime.devices.device import supports_fp8
+from ..runtime.group.runtime import rank_of_this_process
 from .amp import AmpPrecision
 
 logger = logging.getLogger(__name__)

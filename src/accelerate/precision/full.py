@@ -13,7 +13,7 @@ from ..config.enums import FP8BackendType
 if TYPE_CHECKING:
     import torch
 
-    from ..config.plugins import AutocastKwargs
+    from ..config.plugins.handlers import AutocastKwargs
 
 
 class FullPrecision:

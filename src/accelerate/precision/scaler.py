@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..runtime.device import default_device
+from ..runtime.devices.device import default_device
 
 
 class SharedGradScaler(torch.amp.GradScaler):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.collectives import gather
-from ..runtime.device import default_device
+from ..runtime.collectives.operations import gather
+from ..runtime.devices.device import default_device
 
 torch_device: str = default_device().type
 """The kind of this machine's accelerator, or `cpu`."""

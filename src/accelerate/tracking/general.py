@@ -7,7 +7,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
-from ..runtime.runtime import rank_of_this_process
+from ..runtime.group.runtime import rank_of_this_process
 
 F = TypeVar("F", bound=Callable[..., Any])
 

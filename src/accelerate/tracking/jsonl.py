@@ -33,7 +33,7 @@ import torch
 
 from .. import __version__
 from ..runtime import phases
-from ..runtime.runtime import Runtime
+from ..runtime.group.runtime import Runtime
 from .general import GeneralTracker, on_main_process
 from .values import StepCounter, plain
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedOperationException
-from ..runtime.device import finest_float
-from ..runtime.runtime import Runtime
+from ..runtime.devices.device import finest_float
+from ..runtime.group.runtime import Runtime
 from .values import is_number
 
 _OPERATIONS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..config.enums import LoggerType
-from ..runtime import abilities
+from ..runtime.devices import abilities
 from .general import GeneralTracker, check
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ def class_named(name: str) -> type[GeneralTracker]:
     """Return the class of a tracker; its package is not imported yet."""
     if name in _registered:
         return _registered[name]
-    found: type[GeneralTracker] = getattr(import_module(f".{name}", __package__), CLASS_OF[name])
+    module = ".jsonl" if name == "jsonl" else f".clients.{name}"
+    found: type[GeneralTracker] = getattr(import_module(module, __package__), CLASS_OF[name])
     return found
 
 

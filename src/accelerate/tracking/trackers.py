@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime import phases
-from ..runtime.device import is_cpu
-from ..runtime.runtime import rank_of_this_process
+from ..runtime.devices.device import is_cpu
+from ..runtime.group.runtime import rank_of_this_process
 from .general import BlankTracker, GeneralTracker
 from .reducing import reduced
 from .registry import class_named, filter_trackers

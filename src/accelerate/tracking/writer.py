@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..runtime.runtime import rank_of_this_process
+from ..runtime.group.runtime import rank_of_this_process
 from .general import GeneralTracker
 from .values import plain
 

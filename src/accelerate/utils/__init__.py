@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-from ..facade import overwritable
 from . import (
     ao,
     constants,
@@ -24,6 +23,7 @@ from .ao import *  # noqa: F403
 from .constants import *  # noqa: F403
 from .dataclasses import *  # noqa: F403
 from .environment import *  # noqa: F403
+from .facade import overwritable
 from .imports import *  # noqa: F403
 from .launch import *  # noqa: F403
 from .megatron_lm import *  # noqa: F403
@@ -96,4 +96,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-overwritable(__name__, dict.fromkeys(imports.__all__, (".runtime.abilities", ".utils.imports")))
+overwritable(__name__, dict.fromkeys(imports.__all__, (".runtime.devices.abilities", ".utils.imports")))

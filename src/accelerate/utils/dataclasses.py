@@ -1,7 +1,5 @@
 """Published path of the plugins and choices; they live in `accelerate.config`."""
 
-from ..config.compilation import TorchDynamoPlugin
-from ..config.deepspeed import DeepSpeedPlugin
 from ..config.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -14,14 +12,10 @@ from ..config.enums import (
     PrecisionType,
     RNGType,
 )
-from ..config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from ..config.parallelism import (
-    ParallelismConfig,
-    PipelineConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
-from ..config.plugins import (
+from ..config.plugins.compilation import TorchDynamoPlugin
+from ..config.plugins.deepspeed import DeepSpeedPlugin
+from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from ..config.plugins.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -32,11 +26,17 @@ from ..config.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from ..config.quantization import BnbQuantizationConfig
-from ..config.sharding import FullyShardedDataParallelPlugin
-from ..parallel.megatron import MegatronLMPlugin
+from ..config.plugins.parallelism import (
+    ParallelismConfig,
+    PipelineConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from ..config.plugins.quantization import BnbQuantizationConfig
+from ..config.plugins.sharding import FullyShardedDataParallelPlugin
+from ..runtime.collectives.nested import TensorInformation
 from ..runtime.modules import get_module_class_from_name
-from ..runtime.nested import TensorInformation
+from .megatron_names import MegatronLMPlugin
 
 __all__ = [
     "AORecipeKwargs",

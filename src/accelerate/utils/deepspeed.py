@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from ..config.plugins.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 from ..optimizer import AcceleratedOptimizer as DeepSpeedOptimizerWrapper
-from ..parallel.deepspeed import map_pytorch_optim_to_deepspeed
-from ..parallel.deepspeed_engine import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
+from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
+from ..parallel.deepspeed.strategy import map_pytorch_optim_to_deepspeed
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

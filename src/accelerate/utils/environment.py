@@ -11,8 +11,8 @@ from ..config.environment import (
     str_to_bool,
 )
 from ..config.packages import are_libraries_initialized
-from ..runtime.affinity import set_numa_affinity
-from ..runtime.hardware import (
+from ..runtime.devices.affinity import set_numa_affinity
+from ..runtime.devices.hardware import (
     CPUInformation,
     check_cuda_fp8_capability,
     check_cuda_p2p_ib_support,

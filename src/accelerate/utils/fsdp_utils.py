@@ -1,6 +1,6 @@
 """Published path of what other libraries call on sharded models, and overwrite."""
 
-from ..checkpoint.fsdp_files import (
+from ..checkpoint.parts.fsdp_files import (
     _get_model_state_dict,
     _set_model_state_dict,
     load_fsdp_model,
@@ -9,8 +9,7 @@ from ..checkpoint.fsdp_files import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from ..facade import overwritable
-from ..parallel.fsdp2 import (
+from ..parallel.mesh.fsdp2 import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     fsdp2_apply_ac,
@@ -21,8 +20,9 @@ from ..parallel.fsdp2 import (
     get_fsdp2_grad_scaler,
     get_parameters_from_modules,
 )
-from ..parallel.unwrapping import is_peft_model
-from ..parallel.wrapping import fsdp2_prepare_auto_wrap_policy
+from ..parallel.modules.unwrapping import is_peft_model
+from ..parallel.modules.wrapping import fsdp2_prepare_auto_wrap_policy
+from .facade import overwritable
 
 __all__ = [
     "_get_model_state_dict",
@@ -48,8 +48,8 @@ __all__ = [
 overwritable(
     __name__,
     {
-        "_get_model_state_dict": (".checkpoint.fsdp_files",),
-        "_set_model_state_dict": (".checkpoint.fsdp_files",),
-        "fsdp2_prepare_auto_wrap_policy": (".parallel.wrapping",),
+        "_get_model_state_dict": (".checkpoint.parts.fsdp_files",),
+        "_set_model_state_dict": (".checkpoint.parts.fsdp_files",),
+        "fsdp2_prepare_auto_wrap_policy": (".parallel.modules.wrapping",),
     },
 )

@@ -1,5 +1,5 @@
 """Published path of what starts a function in a process of its own; it lives in `accelerate.launch.spawned`."""
 
-from ..launch.spawned import PrepareForLaunch
+from ..launch.notebook.spawned import PrepareForLaunch
 
 __all__ = ["PrepareForLaunch"]

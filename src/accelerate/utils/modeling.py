@@ -2,8 +2,16 @@
 
 import logging
 
-from ..facade import overwritable
-from ..inference.device_map import (
+from ..checkpoint.formats.saving import id_tensor_storage
+from ..inference.loading import load_checkpoint_in_model, load_state_dict
+from ..inference.offload.offloaded import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from ..inference.offload.weights import load_offloaded_weights
+from ..inference.planning.device_map import (
     check_device_map,
     check_tied_parameters_on_same_device,
     clean_device_map,
@@ -13,14 +21,7 @@ from ..inference.device_map import (
     get_module_size_with_ties,
     infer_auto_device_map,
 )
-from ..inference.loading import load_checkpoint_in_model, load_state_dict
-from ..inference.offloaded import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
-from ..inference.sizes import (
+from ..inference.planning.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,
@@ -39,12 +40,11 @@ from ..inference.tensors import (
     set_module_tensor_to_device,
 )
 from ..inference.tensors import proper_dtype as _get_proper_dtype
-from ..inference.weights import load_offloaded_weights
-from ..parallel.unwrapping import is_peft_model
+from ..parallel.modules.unwrapping import is_peft_model
 from ..precision.amp import get_mixed_precision_context_manager
 from ..precision.scaler import get_grad_scaler
-from ..runtime.device import clear_device_cache
-from ..saving import id_tensor_storage
+from ..runtime.devices.device import clear_device_cache
+from .facade import overwritable
 
 logger = logging.getLogger(__name__)
 
@@ -87,4 +87,4 @@ __all__ = [
     "set_module_tensor_to_device",
 ]
 
-overwritable(__name__, {"clear_device_cache": (".inference.tensors", ".inference.hooks")})
+overwritable(__name__, {"clear_device_cache": (".inference.tensors", ".inference.offload.hooks")})

@@ -1,6 +1,6 @@
 """Published path of weights that are not in the model; they live in `accelerate.inference.weights`."""
 
-from ..inference.weights import (
+from ..inference.offload.weights import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

@@ -1,19 +1,7 @@
 """Published path of the operations on nested batches; they live in `accelerate.runtime`."""
 
 from ..errors import DistributedOperationException
-from ..runtime.collectives import (
-    CannotPadNestedTensorWarning,
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    gather_tensor_shape,
-    pad_across_processes,
-    pad_input_tensors,
-    reduce,
-    verify_operation,
-)
-from ..runtime.nested import (
+from ..runtime.collectives.nested import (
     ConvertOutputsToFp32,
     TensorInformation,
     concatenate,
@@ -33,6 +21,18 @@ from ..runtime.nested import (
     recursively_apply,
     send_to_device,
     slice_tensors,
+)
+from ..runtime.collectives.operations import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    gather_tensor_shape,
+    pad_across_processes,
+    pad_input_tensors,
+    reduce,
+    verify_operation,
 )
 
 __all__ = [

@@ -1,8 +1,9 @@
 """Published path of what fits nowhere else."""
 
+from ..checkpoint.formats.saving import clean_state_dict_for_safetensors, load, save
 from ..commands.config.default import write_basic_config
-from ..inference.sizes import convert_bytes
-from ..launch.network import get_free_port, is_port_in_use
+from ..inference.planning.sizes import convert_bytes
+from ..launch.machines.network import get_free_port, is_port_in_use
 from ..parallel.compilation import (
     compile_regions,
     compile_regions_deepspeed,
@@ -12,13 +13,12 @@ from ..parallel.compilation import (
     is_repeated_blocks,
     model_has_dtensor,
 )
-from ..parallel.tensor import get_model_tp_size
-from ..parallel.unwrapping import extract_model_from_parallel, is_compiled_module
-from ..runtime.hardware import check_os_kernel
+from ..parallel.mesh.tensor.plans import get_model_tp_size
+from ..parallel.modules.unwrapping import extract_model_from_parallel, is_compiled_module
+from ..runtime.collectives.nested import merge_dicts
+from ..runtime.devices.hardware import check_os_kernel
+from ..runtime.group.runtime import wait_for_everyone
 from ..runtime.modules import get_module_children_bottom_up, get_pretty_name, recursive_getattr
-from ..runtime.nested import merge_dicts
-from ..runtime.runtime import wait_for_everyone
-from ..saving import clean_state_dict_for_safetensors, load, save
 
 __all__ = [
     "check_os_kernel",

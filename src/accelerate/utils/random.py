@@ -1,5 +1,5 @@
 """Published path of the seeds; they live in `accelerate.runtime.random`."""
 
-from ..runtime.random import set_seed, synchronize_rng_state, synchronize_rng_states
+from ..runtime.loop.random import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]

@@ -1,5 +1,5 @@
 """Published path of progress bars; they live in `accelerate.runtime.bars`."""
 
-from ..runtime.bars import tqdm
+from ..runtime.loop.bars import tqdm
 
 __all__ = ["tqdm"]

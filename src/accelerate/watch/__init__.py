@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ..config.environment import read_setting
-from ..runtime.runtime import Runtime
+from ..runtime.group.runtime import Runtime
 
 if TYPE_CHECKING:
-    from .watcher import Watcher
+    from .hangs.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def _begin(runtime: Runtime) -> Watcher | None:
     seconds = DEFAULT_SECONDS if seconds is None else seconds
     if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.is_of_this_process():
         return None
-    from .watcher import Watcher
+    from .hangs.watcher import Watcher
 
     try:
         return Watcher.begin(runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds)

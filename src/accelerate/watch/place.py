@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..callers import PACKAGE, STDLIB, is_of_a_debugger, is_of_the_user, outwards, users_frame
+from ..errors.callers import PACKAGE, STDLIB, is_of_a_debugger, is_of_the_user, outwards, users_frame
 
 DEBUGGER, COLLECTIVE, BACKWARD, FORWARD, DATA, STEP, SAVING, USERS = (
     "a debugger",

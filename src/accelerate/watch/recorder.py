@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..callers import is_of_the_user
+from ..errors.callers import is_of_the_user
 
 
 def newest_collective() -> str:

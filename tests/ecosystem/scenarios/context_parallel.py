@@ -11,7 +11,7 @@ from tiny import llama, report
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from accelerate import Accelerator, ParallelismConfig
-from tests.parallel import cpu_attention
+from tests.parallel.mesh.context import cpu_attention
 
 cpu_attention.register()
 page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()

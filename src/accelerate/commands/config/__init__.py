@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..parser import GIVEN
+from ...config.launch.parser import GIVEN
 from .config import config_command_parser
 from .config_args import default_config_file, load_config_from_file
 from .default import default_command_parser

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.enums import DistributedType
-from ...config.files import SWITCH_OF_KIND, ConfigFile, default_config_path
-from ...config.options import BY_NAME, OPTIONS, Option, as_flags
+from ...config.launch.files import SWITCH_OF_KIND, ConfigFile, default_config_path
+from ...config.launch.options import BY_NAME, OPTIONS, Option, as_flags
 from ...errors import UnsupportedSettingError
 from ...launch.devices import count_accelerators
 from .config_args import ClusterConfig
@@ -72,7 +72,7 @@ def _data_parallelism(cpu: bool, accelerators: int) -> str:
         return DistributedType.MULTI_CPU.value
     if accelerators == 0:  # a file for another machine
         return DistributedType.MULTI_GPU.value
-    from ...runtime.device import default_device, distributed_type_of
+    from ...runtime.devices.device import default_device, distributed_type_of
 
     return distributed_type_of(default_device()).value
 
@@ -98,7 +98,7 @@ def _put(contents: dict[str, Any], option: Option, value: Any) -> None:
 
 def objections_to(file: ConfigFile) -> list[str]:
     """Return a sentence for what this version will refuse to launch, else for what it will not read."""
-    from ...config.launch_settings import LaunchSettings
+    from ...config.launch.settings import LaunchSettings
 
     settings = LaunchSettings.resolve(file.values, file)
     try:

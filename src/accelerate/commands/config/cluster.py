@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.files import MISSING_ENGINES
-from ...config.options import AWS
+from ...config.launch.files import MISSING_ENGINES
+from ...config.launch.options import AWS
 from ...launch.devices import count_accelerators, count_cores
 from . import asking
 from .building import config_from_options
@@ -136,7 +136,7 @@ def _best_precision(accelerators: int) -> str:
         return "no"
     import torch
 
-    from ...runtime.device import default_device, supports_low_precision
+    from ...runtime.devices.device import default_device, supports_low_precision
 
     return "bf16" if supports_low_precision(default_device(), torch.bfloat16) else "fp16"
 

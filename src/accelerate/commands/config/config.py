@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...config.files import default_config_path, read_config, write_config
-from ...config.options import spellings
-from ..parser import typed, verb_parser
+from ...config.launch.files import default_config_path, read_config, write_config
+from ...config.launch.options import spellings
+from ...config.launch.parser import typed, verb_parser
 from .building import FLAGS, launch_by_file, launch_by_flags, objections_to
 from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags

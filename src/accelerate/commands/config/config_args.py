@@ -7,9 +7,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...callers import warn
 from ...config.enums import DistributedType
-from ...config.files import (
+from ...config.launch.files import (
     KNOWN_KEYS,
     ConfigFile,
     config_folder,
@@ -19,6 +18,7 @@ from ...config.files import (
     read_config,
     write_config,
 )
+from ...errors.callers import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ...config.files import default_config_path, read_config, write_config
-from ...config.options import BY_NAME, spellings
-from ..parser import add_options, typed
+from ...config.launch.files import default_config_path, read_config, write_config
+from ...config.launch.options import BY_NAME, spellings
+from ...config.launch.parser import add_options, typed
 from .building import FLAGS, config_from_options, launch_by_file, objections_to
 from .config_args import default_json_config_file
 from .telling import complain, errors_are_told

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...config.files import default_config_path, load_mapping, read_config, write_config
-from ...config.options import spellings
+from ...config.launch.files import default_config_path, load_mapping, read_config, write_config
+from ...config.launch.options import spellings
 from .config_args import config_class_of, config_of, keys_of, remarks_on
 from .telling import complain, errors_are_told
 

@@ -1,0 +1,1 @@
+"""Stage, write, agree and commit. Start with `engine`."""

@@ -1,0 +1,1 @@
+"""File formats of objects and models. Start with `codec`."""

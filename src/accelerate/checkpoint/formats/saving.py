@@ -1,0 +1,126 @@
+"""Save one object to one file: whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.modules.dtensors import mesh_of
+from ...runtime.group.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Save an object on the main process, or on the first process of every host with `save_on_each_node`.
+
+    The file appears only when it is complete. `safe_serialization` writes a dict of tensors as safetensors.
+    """
+    runtime = Runtime.current()
+    if not (runtime.is_local_main_process if save_on_each_node else runtime.is_main_process):
+        return
+    path = os.fspath(f)
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"save() cannot write {path}: {directory} is not a directory. Create it first.")
+    with written_whole(path) as partial:
+        if safe_serialization:
+            from safetensors.torch import save_file  # on first use: importing the library stays quick
+
+            save_file(clean_state_dict_for_safetensors(obj), partial, metadata={"format": "pt"})
+        else:
+            torch.save(obj, partial)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what `torch.save` wrote; a file that holds code is refused unless `weights_only=False` is given."""
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Write into a file beside it, which takes its name when the block has ended well and is deleted otherwise."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a dict that safetensors accepts, and say which names of tied weights it leaves out."""
+    clean = each_memory_once(state_dict)
+    removed = [name for name in state_dict if name not in clean]
+    if removed:
+        logger.warning(
+            "Removed shared tensor %s while saving: the same memory is saved under another name. A model that ties "
+            "these weights restores them when it loads; for any other, clone them first.",
+            ", ".join(removed),
+        )
+    return clean
+
+
+def each_memory_once(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a dict that safetensors accepts: contiguous tensors, each memory stored under one name.
+
+    Of tied weights the first name is kept; a model that ties them restores the others when it loads.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"safe_serialization stores a dict of tensors, not a {type(state_dict).__name__}: give a state dict, or "
+            "save with safe_serialization=False."
+        )
+    others = sorted(name for name, value in state_dict.items() if not isinstance(value, Tensor))
+    if others:
+        raise TypeError(
+            f"safe_serialization stores tensors only, and these entries are not: {', '.join(others[:5])}. "
+            "Remove them, or save with safe_serialization=False."
+        )
+    kept: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state_dict.items():
+        kept.setdefault(memory_of(tensor) if tensor.numel() else (name,), name)
+    chosen = {name: state_dict[name].detach() for name in kept.values()}
+    return {name: tensor if _stands_alone(tensor) else tensor.clone().contiguous() for name, tensor in chosen.items()}
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors share if they are tied: one memory, seen in one way.
+
+    A process may hold nothing of a tensor that is spread over many: that one is known by its object.
+    """
+    if mesh_of(tensor) is not None:
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _stands_alone(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be stored as it is: contiguous, and no window into a larger memory."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and whole
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Make sure that a file or folder survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what tensors of one memory have in common: device, address, size."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,1 @@
+"""The parts of a checkpoint: models, optimizers, generators, positions. Start with `states`."""

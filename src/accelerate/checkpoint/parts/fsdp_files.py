@@ -1,0 +1,176 @@
+"""One model or optimizer of a sharded run, saved and loaded by itself: what trainers of other libraries call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from ...config.plugins.sharding import FullyShardedDataParallelPlugin
+from ...parallel.modules.unwrapping import extract_model_from_parallel, own_name
+from ..commit.group import Crew
+from ..formats.model_files import save_model_files
+from ..layout import model_folder, numbered, optimizer_folder
+from .shards import ShardedModelPart, ShardedOptimizerPart, read_tensors, sizes_in
+from .states import ModelPart, OptimizerPart, with_ties
+
+PathLike = str | os.PathLike[str]
+"""Of a folder."""
+
+
+def _model_part(model: nn.Module, index: int, *, sharded: bool) -> ModelPart:
+    own = extract_model_from_parallel(model, keep_torch_compile=False)
+    if sharded:
+        return ShardedModelPart("model", model_folder(index), own)
+    return ModelPart("model", numbered("pytorch_model_fsdp", index, ".bin"), own)
+
+
+def _optimizer_part(optimizer: Any, model: nn.Module, index: int, crew: Crew, *, sharded: bool) -> OptimizerPart:
+    own = extract_model_from_parallel(model, keep_torch_compile=False)
+    if sharded:
+        return ShardedOptimizerPart("optimizer", optimizer_folder(index), optimizer, [own], crew)
+    return OptimizerPart("optimizer", numbered("optimizer", index, ".bin"), optimizer, [own])
+
+
+# Both have their published names, because other libraries overwrite them.
+
+
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+    """Return a model's state in torch's form; with `adapter_only` without what is not trained."""
+    state = get_model_state_dict(model, options=sd_options)
+    if not adapter_only:
+        return state
+    trained = {own_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Give a model its state in torch's form; with `adapter_only` the state need not have everything."""
+    if adapter_only:
+        sd_options = replace(sd_options or StateDictOptions(), strict=False)
+    return set_model_state_dict(model, state_dict, options=sd_options)
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: PathLike,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a model, all processes together: a folder of shards, or `pytorch_model_fsdp.bin`, as the plugin says."""
+    part = _model_part(model, model_index, sharded=fsdp_plugin.saves_shards)
+    options = StateDictOptions(full_state_dict=not part.is_folder, cpu_offload=not part.is_folder)
+    state = _get_model_state_dict(part.model, adapter_only=adapter_only, sd_options=options)
+    _save(part, part.named(state), Path(output_dir), accelerator)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: PathLike,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save an optimizer: a folder of shards, or one file `optimizer.bin`, as the plugin says. All processes call it."""
+    crew = accelerator.checkpointer.engine.crew
+    part = _optimizer_part(optimizer, model, optimizer_index, crew, sharded=fsdp_plugin.saves_shards)
+    _save(part, part.capture(), Path(output_dir), accelerator)
+
+
+def _save(part: ModelPart | OptimizerPart, state: Any, folder: Path, accelerator: Any) -> None:
+    crew = accelerator.checkpointer.engine.crew
+    if crew.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    if part.is_folder or crew.leads:
+        part.write(state, folder / part.file, crew)
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: PathLike,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_model` saved, in whichever form and on however many processes."""
+    sharded = (Path(input_dir) / model_folder(model_index)).is_dir()
+    part = _model_part(model, model_index, sharded=sharded)
+    part.load_options["strict"] = not adapter_only
+    state = _read(part, Path(input_dir), accelerator)
+    fitting = {name: value for name, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+    complete = with_ties(fitting, part.model.state_dict(keep_vars=True))
+    options = StateDictOptions(full_state_dict=not sharded)
+    _set_model_state_dict(part.model, complete, adapter_only=adapter_only, sd_options=options)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: PathLike,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` saved, in whichever form and on however many processes."""
+    sharded = (Path(input_dir) / optimizer_folder(optimizer_index)).is_dir()
+    crew = accelerator.checkpointer.engine.crew
+    part = _optimizer_part(optimizer, model, optimizer_index, crew, sharded=sharded)
+    part.restore(_read(part, Path(input_dir), accelerator))
+
+
+def _read(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> Any:
+    """Read what fits, or say what does not."""
+    path = folder / part.file
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {part.file} in {folder}.")
+    state = part.read(path, accelerator.checkpointer.engine.crew)
+    objection = part.objection(state)
+    if objection is not None:
+        raise ValueError(f"{path} does not match the {part.name}: {objection}.")
+    return state
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: PathLike,
+    output_path: PathLike,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Turn the shards of a model into files that every tool reads, on one process, without the model's code."""
+    folder = _folder_of_shards(Path(checkpoint_dir))
+    tensors: dict[str, Tensor] = {
+        name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in sizes_in(folder).items()
+    }
+    read_tensors(tensors, folder)
+    state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_model_files(state, Path(output_path), max_shard_size="10GB", safe_serialization=safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(checkpoint_dir)
+
+
+def _folder_of_shards(folder: Path) -> Path:
+    for candidate in (folder, folder / model_folder(0)):
+        if (candidate / ".metadata").is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"{folder} holds no shards: expected .metadata and *.distcp files in it, or in its folder {model_folder(0)}."
+    )

@@ -1,0 +1,247 @@
+"""States of which every process writes its part, and which any other number of processes can read: torch's DCP.
+
+A part of this form is a folder, `pytorch_model_fsdp_0` or `optimizer_0` as published. Tensors go into DCP's files under
+their names; what is no tensor goes into a file of ours beside them, because DCP would pickle it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..commit.group import Crew
+from ..formats import codec
+from .states import ModelPart, OptimizerPart
+
+PLAIN_FILE = "plain.bin"
+
+
+class SafeReader(FileSystemReader):
+    """Read DCP's files; its table of contents, which is a pickle, may hold nothing but a table of contents."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the table of contents."""
+        with open(Path(self.path) / ".metadata", "rb") as stream:
+            contents: Metadata = _TableOfContents(stream).load()
+        for place in (contents.storage_data or {}).values():
+            if Path(place.relative_path).name != place.relative_path:
+                raise codec.UnsafeFileError(
+                    f"a sharded checkpoint names a file outside of its folder: {place.relative_path!r}"
+                )
+        contents.storage_meta = contents.storage_meta or metadata.StorageMeta()
+        contents.storage_meta.load_id = self.load_id
+        return contents
+
+
+class _TableOfContents(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 calls it, and no other version
+            module = "pathlib"
+        known = (
+            (module == "torch.distributed.checkpoint.metadata" and name in dir(metadata) and name[0].isupper())
+            or (module, name) in _FURTHER_NAMES
+            or (module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)))
+        )
+        if not known:
+            raise codec.UnsafeFileError(
+                f"the table of contents of a sharded checkpoint holds more than data ({module}.{name})"
+            )
+        return super().find_class(module, name)
+
+
+_FURTHER_NAMES = {
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+}
+
+
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, crew: Crew) -> None:
+    """Write this process's part of every tensor; all processes call it."""
+    folder.mkdir(exist_ok=True)
+    writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
+    with _as_plain_error():
+        save(dict(tensors), storage_writer=writer, process_group=crew.group, no_dist=crew.world_size == 1)
+
+
+@contextmanager
+def _as_plain_error() -> Iterator[None]:
+    """Raise what went wrong on a rank: DCP's own exception would pass by everything that catches exceptions."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors with this process's part of what was written, however it was spread then.
+
+    Every process finds out by itself what it needs and reads it: one that fails leaves nobody waiting.
+    """
+    if into:
+        with warnings.catch_warnings(), _as_plain_error():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            load(into, storage_reader=SafeReader(folder), no_dist=True)
+
+
+def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what is known of every tensor in a folder."""
+    contents = SafeReader(folder).read_metadata().state_dict_metadata
+    return {name: facts for name, facts in contents.items() if isinstance(facts, TensorStorageMetadata)}
+
+
+def _of_this_process(folder: Path, crew: Crew) -> list[Path]:
+    """Return the files of a folder that DCP wrote on this process; the first one writes what all have in common."""
+    files = list(folder.iterdir())
+    common = [file for file in files if not file.name.startswith("__")] if crew.rank == 0 else []
+    return [file for file in files if file.name.startswith(f"__{crew.rank}_")] + common
+
+
+class ShardedModelPart(ModelPart):
+    """A model of which every process saves what it holds."""
+
+    per_rank = True
+    is_folder = True
+
+    def capture(self) -> dict[str, Tensor]:
+        """Return what this process holds, under the names of the whole model."""
+        return self.named(self.model.state_dict())
+
+    def named(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's state under the names that its folder has."""
+        return {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def write(self, state: Any, path: Path, crew: Crew) -> None:
+        """Write it, together with the other processes."""
+        write_tensors(state, path, crew)
+
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return _of_this_process(path, crew)
+
+    def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Tensor]:
+        """Read this process's part, where shapes allow it; what does not fit is left to `objection`."""
+        there = sizes_in(path)
+        own = _tensors_of(self.model)
+        into = {
+            f"model.{name}": torch.empty_like(tensor.detach())
+            for name, tensor in own.items()
+            if f"model.{name}" in there and there[f"model.{name}"].size == tensor.shape
+        }
+        read_tensors(into, path)
+        found = {name.removeprefix("model."): tensor for name, tensor in into.items()}
+        for name, facts in there.items():  # what does not fit is named by its shape, and what is too much by its name
+            found.setdefault(name.removeprefix("model."), torch.empty(facts.size, device="meta"))
+        return found
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+class ShardedOptimizerPart(OptimizerPart):
+    """An optimizer of which every process saves what it holds, by the names of the parameters."""
+
+    per_rank = True
+    is_folder = True
+    is_collective = True
+
+    def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], crew: Crew) -> None:
+        super().__init__(name, file, owner, models)
+        self.crew = crew
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        for number, group in enumerate(self.owner.param_groups):
+            for index, param in enumerate(group["params"]):
+                yield self.names.get(id(param), f"group_{number}.{index}"), param
+
+    def capture(self) -> dict[str, Any]:
+        """Return the moments by name, and apart from them what is no tensor."""
+        tensors: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
+        for name, param in self._named_parameters():
+            for key, value in self.owner.state.get(param, {}).items():
+                (tensors if isinstance(value, Tensor) else others)[f"optimizer.state.{name}.{key}"] = value
+        merged = {name: value for part in self.crew.gather(others) for name, value in part.items()}
+        return {"tensors": tensors, "plain": {"groups": _options(self.owner.param_groups), "others": merged}}
+
+    def write(self, state: Any, path: Path, crew: Crew) -> None:
+        """Write it, together with the other processes."""
+        write_tensors(state["tensors"], path, crew)
+        if crew.leads:
+            codec.write(state["plain"], path / PLAIN_FILE)
+
+    def written_here(self, path: Path, crew: Crew) -> list[Path]:
+        """Return the files that this process wrote."""
+        return _of_this_process(path, crew)
+
+    def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Any]:
+        """Read this process's part of every moment."""
+        there = sizes_in(path)
+        into: dict[str, Tensor] = {}
+        for name, param in self._named_parameters():
+            stem = f"optimizer.state.{name}."
+            for full_name, facts in there.items():
+                if full_name.startswith(stem) and "." not in full_name.removeprefix(stem):
+                    like = facts.size == param.shape
+                    into[full_name] = (
+                        torch.empty_like(param.detach(), dtype=facts.properties.dtype)
+                        if like
+                        else torch.empty(facts.size, dtype=facts.properties.dtype)
+                    )
+        read_tensors(into, path)
+        plain_file = path / PLAIN_FILE  # accelerate 1.x has none: the options of the script count there
+        plain = codec.read(plain_file, **load_options) if plain_file.is_file() else None
+        return {"tensors": into, "plain": plain, "names": sorted(there)}
+
+    def objection(self, state: Any) -> str | None:
+        """Compare the number of groups, and ask whether every parameter has its moments."""
+        groups = state["plain"]["groups"] if state["plain"] is not None else None
+        if groups is not None and len(groups) != len(self.owner.param_groups):
+            return f"{len(self.owner.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
+        if not state["names"]:
+            return None  # it had not stepped
+        missing = [
+            name
+            for name, param in self._named_parameters()
+            if param.requires_grad and not any(key.startswith(f"optimizer.state.{name}.") for key in state["names"])
+        ]
+        has_some = len(missing) < sum(1 for _ in self._named_parameters())
+        return None if has_some or not missing else f"the checkpoint lacks the state of {', '.join(missing[:4])}"
+
+    def restore(self, state: Any) -> None:
+        """Give every parameter its moments, and every group its options."""
+        tensors, plain = state["tensors"], state["plain"] or {"groups": None, "others": {}}
+        per_index: dict[int, dict[str, Any]] = {}
+        for index, (name, _) in enumerate(self._named_parameters()):
+            stem = f"optimizer.state.{name}."
+            found = {key.removeprefix(stem): value for key, value in tensors.items() if key.startswith(stem)}
+            found |= {key.removeprefix(stem): value for key, value in plain["others"].items() if key.startswith(stem)}
+            found = {key: value for key, value in found.items() if "." not in key}
+            if found:
+                per_index[index] = found
+        own = self.owner.state_dict()["param_groups"]
+        options = plain["groups"] or [{} for _ in own]
+        groups = [{**group, **saved} for group, saved in zip(own, options, strict=True)]
+        self.owner.load_state_dict({"state": per_index, "param_groups": groups})
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]

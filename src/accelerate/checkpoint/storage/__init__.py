@@ -1,0 +1,1 @@
+"""Folders on a disk or behind an fsspec URL. Start with `store`."""

@@ -1,0 +1,156 @@
+"""Checkpoints behind any fsspec URL. Nothing is renamed there: the record, written last in one piece, is the commit.
+
+A checkpoint `<name>` has its files in `<name>/data-<token>/`, and `<name>/commit.json` says which token counts.
+Replacing one writes another `data-` folder and then the record over the old record: a reader sees the old or the new.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..layout import COMMIT_FILE, CommitRecord, iteration_of, supplement_file
+from .store import Found, added_only
+
+
+class RemoteStore:
+    """Checkpoints under one URL."""
+
+    is_shared = False
+    """Every process writes into a folder of its own and uploads it."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self.fs, self.root = fsspec.core.url_to_fs(self.url, **(options or {}))
+        self.root = self.root.rstrip("/")
+        self.fs.invalidate_cache()
+
+    def draft(self, name: str, token: str) -> Path:
+        """Return a folder on this machine, from which files will be uploaded."""
+        return Path(tempfile.mkdtemp(prefix=f"accelerate_{token}_"))
+
+    def publish(self, draft: Path, name: str, token: str) -> None:
+        """Upload what this process wrote."""
+        for path in sorted(draft.rglob("*")):
+            if path.is_file():
+                self.fs.put_file(str(path), f"{self.root}/{name}/data-{token}/{path.relative_to(draft).as_posix()}")
+
+    def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
+        """Write the record; from this moment the checkpoint is the new one."""
+        record = replace(record, folder=f"data-{token}")
+        self._check_sizes(name, record)
+        self.fs.pipe_file(f"{self.root}/{name}/{COMMIT_FILE}", record.to_json().encode())
+        self.settle(name)
+
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Do nothing: the record lists what its own process uploaded, and the rest comes after it."""
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Upload the files to where the others are, then the record."""
+        committed = self._record(name)[0]
+        record = added_only(record, committed)
+        if committed is None or not record.files:
+            return
+        folder = f"{self.root}/{name}/{committed.folder}"
+        for file in record.files:
+            self.fs.put_file(str(draft / file), f"{folder}/{file}")
+        self.fs.pipe_file(f"{folder}/{supplement_file(rank)}", record.to_json().encode())
+
+    def discard(self, draft: Path) -> None:
+        """Forget a draft; what was uploaded is cleaned by the next save."""
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def _check_sizes(self, name: str, record: CommitRecord) -> None:
+        for file, facts in record.files.items():
+            size = self.fs.info(f"{self.root}/{name}/{record.folder}/{file}")["size"]
+            if size != facts.size:
+                raise OSError(
+                    f"{file} has {size} bytes at {self.url} instead of {facts.size}: the upload was cut short"
+                )
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint, its record first."""
+        self.fs.rm_file(f"{self.root}/{name}/{COMMIT_FILE}")
+        self.fs.rm(f"{self.root}/{name}", recursive=True)
+
+    def recover(self, name: str | None) -> None:
+        """Do nothing: a checkpoint that has its record has its name."""
+
+    def settle(self, name: str | None) -> None:
+        """Delete files that no record counts: those of a save that was cut off, or of a replaced checkpoint."""
+        self.fs.invalidate_cache()
+        for own_name in [name] if name is not None else [n for n in self._names() if iteration_of(n) is not None]:
+            record = self._record(own_name)[0]
+            for folder in self._entries(f"{self.root}/{own_name}"):
+                last = folder.rsplit("/", 1)[-1]
+                if last.startswith("data-") and (record is None or last != record.folder):
+                    self.fs.rm(folder, recursive=True)
+
+    def path(self, name: str) -> str:
+        """Return the URL of a checkpoint."""
+        return f"{self.url}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a committed checkpoint of this name."""
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(f"{self.root}/{name}/{COMMIT_FILE}"))
+
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
+        """Download the files that a process wants, and return their folder on this machine."""
+        record, problem = self._record(name)
+        if record is None:
+            raise FileNotFoundError(problem or f"there is no committed checkpoint at {self.path(name)}")
+        folder = Path(tempfile.mkdtemp(prefix="accelerate_"))
+        (folder / COMMIT_FILE).write_text(replace(record, folder="").to_json(), encoding="utf-8")
+        files = [file for file in record.files if wanted(file)]
+        added = supplement_file(rank)
+        if self.fs.exists(f"{self.root}/{name}/{record.folder}/{added}"):
+            text = self.fs.cat_file(f"{self.root}/{name}/{record.folder}/{added}").decode()
+            (folder / added).write_text(text, encoding="utf-8")
+            files += CommitRecord.from_json(text).files
+        for file in files:
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.fs.get_file(f"{self.root}/{name}/{record.folder}/{file}", str(target))
+        return folder
+
+    def release(self, folder: Path) -> None:
+        """Delete what was downloaded."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def found(self) -> list[Found]:
+        """Return every folder with a record, the oldest first, and those whose record is damaged."""
+        everything = []
+        for name in self._names():
+            record, problem = self._record(name)
+            if record is None and problem is None:
+                problem = "it was not finished"
+            everything.append(
+                Found(name=name, record=record, changed=record.time if record is not None else 0.0, problem=problem)
+            )
+        return sorted(everything, key=lambda item: item.changed)
+
+    def _names(self) -> list[str]:
+        return [entry.rsplit("/", 1)[-1] for entry in self._entries(self.root)]
+
+    def _entries(self, folder: str) -> list[str]:
+        try:
+            return [
+                entry["name"].rstrip("/") for entry in self.fs.ls(folder, detail=True) if entry["type"] == "directory"
+            ]
+        except FileNotFoundError:
+            return []
+
+    def _record(self, name: str) -> tuple[CommitRecord | None, str | None]:
+        try:
+            return CommitRecord.from_json(self.fs.cat_file(f"{self.root}/{name}/{COMMIT_FILE}").decode()), None
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError) as error:
+            return None, str(error)

@@ -1,0 +1,286 @@
+"""Where checkpoints live. A store knows folders and names; what is in them is the engine's business."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ..formats.saving import flush, written_whole
+from ..layout import (
+    COMMIT_FILE,
+    PROGRESS_FILE,
+    CommitRecord,
+    is_published,
+    iteration_of,
+    random_states_file,
+    supplement_file,
+    unfinished,
+)
+
+_REASONS = {"partial": "it was not finished", "removed": "it is being deleted", "replaced": "it was replaced"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A folder that is, or was meant to be, a checkpoint."""
+
+    name: str
+    record: CommitRecord | None
+    """None for a folder of accelerate 1.x, which keeps no record."""
+    changed: float
+    problem: str | None = None
+    """Why it cannot be loaded."""
+
+
+class Store(Protocol):
+    """What the engine asks of a place."""
+
+    is_shared: bool
+    """All processes write into one folder; else each has its own, which is published."""
+
+    def draft(self, name: str, token: str) -> Path:
+        """Return a folder of this machine in which a checkpoint is to be written."""
+
+    def publish(self, draft: Path, name: str, token: str) -> None:
+        """Bring what this process wrote to where all can see it, still uncommitted."""
+
+    def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
+        """Make it the checkpoint of this name, in one moment."""
+
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Bring what one rank wrote into the draft of another, if it is still one."""
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Add what one rank wrote to a committed checkpoint, and its record last; to no other save of that name."""
+
+    def discard(self, draft: Path) -> None:
+        """Forget a draft."""
+
+    def recover(self, name: str | None) -> None:
+        """Finish what an earlier process left of one name, or of the automatic names; delete nothing."""
+
+    def settle(self, name: str | None) -> None:
+        """Finish or clean what an earlier process left of one name, or of the automatic names."""
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint; it is none any more from the first moment."""
+
+    def path(self, name: str) -> str | Path:
+        """Say where a checkpoint is."""
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is something to load."""
+
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
+        """Return a folder of this machine with the wanted files, what this rank has added, and the records."""
+
+    def release(self, folder: Path) -> None:
+        """Give back what `fetch` returned."""
+
+    def found(self) -> list[Found]:
+        """Return everything that is or was meant to be a checkpoint, the oldest first."""
+
+
+class LocalStore:
+    """Checkpoints as folders of one folder on a disk. See [Note: commit] in layout.py."""
+
+    is_shared = True
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def draft(self, name: str, token: str) -> Path:
+        """Return the folder, made if it is not there yet."""
+        self._refuse_what_cannot_be_replaced(self.folder / name)
+        folder = self.folder / f"{name}.partial-{token}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def publish(self, draft: Path, name: str, token: str) -> None:
+        """Do nothing: everybody sees the folder."""
+
+    def discard(self, draft: Path) -> None:
+        """Delete a draft; under another name, because another rank may be writing into it."""
+        aside = draft.with_name(draft.name.replace(".partial-", ".removed-"))
+        with suppress(OSError):
+            draft = draft.rename(aside)
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a folder of this name."""
+        return (self.folder / name).is_dir()
+
+    def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
+        """Return the checkpoint's own folder."""
+        return self.folder / name
+
+    def release(self, folder: Path) -> None:
+        """Do nothing: it is the checkpoint itself."""
+
+    def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
+        """Give a finished draft its record and then its name, in place of an older one if there is one."""
+        text = draft / COMMIT_FILE
+        try:
+            text.write_text(record.to_json(), encoding="utf-8")
+        except OSError as error:
+            error.filename = str(text)  # a full disk does not name it
+            raise
+        flush(text)
+        flush(draft)
+        target = self.folder / name
+        aside = self._aside(name, "replaced") if target.exists() else None
+        if aside is not None:
+            target.rename(aside)
+        try:
+            draft.rename(target)
+        except OSError:
+            if self._record(target)[0] is None:  # else somebody who looked gave it its name
+                if aside is not None:
+                    aside.rename(target)
+                raise
+        flush(self.folder)
+        if aside is not None:
+            self._clear(aside, name)
+
+    def deliver(self, draft: Path, name: str, token: str) -> None:
+        """Copy the files that are not there, each of which appears when it is complete."""
+        target = self.folder / f"{name}.partial-{token}"
+        with suppress(FileNotFoundError):  # it has its name already
+            for path in sorted(draft.rglob("*")):
+                file = path.relative_to(draft)
+                if path.is_dir():
+                    (target / file).mkdir(exist_ok=True)
+                elif not (target / file).exists():
+                    with written_whole(target / file) as partial:
+                        shutil.copyfile(path, partial)
+
+    def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
+        """Copy the files, each of which appears when it is complete, then the record."""
+        folder = self.folder / name
+        record = added_only(record, self._record(folder)[0])
+        try:
+            for file in record.files:
+                for parent in reversed(Path(file).parents[:-1]):
+                    (folder / parent).mkdir(exist_ok=True)
+                with written_whole(folder / file) as partial:
+                    shutil.copyfile(draft / file, partial)
+            if record.files:
+                with written_whole(folder / supplement_file(rank)) as partial:
+                    partial.write_text(record.to_json(), encoding="utf-8")
+                flush(folder)
+        except FileNotFoundError:
+            if folder.exists():  # else the run does not keep it any longer
+                raise
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint; it is no checkpoint any more from the first moment."""
+        aside = self._aside(name, "removed")
+        (self.folder / name).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def recover(self, name: str | None) -> None:
+        """Give its name to a draft that has its record, or else back to what it was to replace.
+
+        Nothing is deleted, because loading must not disturb a process that is saving.
+        """
+        for wanted in ("partial", "replaced"):
+            for path, own_name, state in self._unfinished(name):
+                target = self.folder / own_name
+                if state == wanted and not target.exists() and (state == "replaced" or self._record(path)[0]):
+                    path.rename(target)
+
+    def settle(self, name: str | None) -> None:
+        """Finish what an earlier process left, and delete the rest.
+
+        Only what belongs to one name is touched, or to the automatic names: other runs may work in this folder.
+        """
+        self.recover(name)
+        for path, own_name, state in self._unfinished(name):
+            if state == "replaced":
+                self._clear(path, own_name)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _unfinished(self, name: str | None) -> list[tuple[Path, str, str]]:
+        found = [(path, unfinished(path.name)) for path in self._folders()]
+        return [
+            (path, *parts)
+            for path, parts in found
+            if parts is not None and (iteration_of(parts[0]) is not None if name is None else parts[0] == name)
+        ]
+
+    def _clear(self, replaced: Path, name: str) -> None:
+        """Delete a checkpoint that was replaced; what else was in its folder moves to the new one."""
+        record = self._record(replaced)[0]
+        own = {file.split("/")[0] for file in record.files} if record is not None else set()
+        with suppress(OSError):  # the new one is committed: the next save tries again
+            for path in replaced.iterdir():
+                target = self.folder / name / path.name
+                is_ours = path.name in own or is_published(path.name) or ".partial-" in path.name
+                if not is_ours and not target.exists():
+                    path.rename(target)
+            aside = self._aside(name, "removed")
+            replaced.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _refuse_what_cannot_be_replaced(self, target: Path) -> None:
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is a file: name a folder")
+        here = Path.cwd()
+        if target.is_mount() or target == here or target in here.parents:
+            what = "a mount point" if target.is_mount() else "where this process is running"
+            raise ValueError(
+                f"{target} is {what}, so it cannot be replaced by a rename: save into a folder inside it, "
+                f"such as {target / 'checkpoint'}"
+            )
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a checkpoint."""
+        return self.folder / name
+
+    def found(self) -> list[Found]:
+        """Return everything here that is or was meant to be a checkpoint, the oldest first."""
+        everything: list[Found] = []
+        for path in self._folders():
+            on_its_way = unfinished(path.name)
+            record, problem = self._record(path)
+            if on_its_way is not None:
+                problem = _REASONS[on_its_way[1]]
+            elif record is None and problem is None and not is_written_by_1x(path):
+                problem = f"it has no {COMMIT_FILE}"
+            with suppress(FileNotFoundError):  # another process may be deleting it
+                changed = record.time if record is not None else path.stat().st_mtime
+                everything.append(Found(name=path.name, record=record, changed=changed, problem=problem))
+        return sorted(everything, key=lambda item: item.changed)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+
+    def _record(self, path: Path) -> tuple[CommitRecord | None, str | None]:
+        try:
+            return CommitRecord.from_json((path / COMMIT_FILE).read_text(encoding="utf-8", errors="replace")), None
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError) as error:
+            return None, str(error)
+
+    def _aside(self, name: str, state: str) -> Path:
+        return self.folder / f"{name}.{state}-{uuid.uuid4().hex[:8]}"
+
+
+def added_only(record: CommitRecord, committed: CommitRecord | None) -> CommitRecord:
+    """Leave out the files that are part of the commit already; all of them if it is another save by now."""
+    if committed is None or committed.token != record.token:
+        return replace(record, files={})
+    return replace(record, files={file: facts for file, facts in record.files.items() if file not in committed.files})
+
+
+def is_written_by_1x(folder: Path) -> bool:
+    """Tell whether a folder without a record is a checkpoint of accelerate 1.x, which keeps none."""
+    return (folder / random_states_file(0)).is_file() and not (folder / PROGRESS_FILE).exists()

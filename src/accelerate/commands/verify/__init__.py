@@ -1,0 +1,1 @@
+"""Verbs that run a script several times and compare the results."""

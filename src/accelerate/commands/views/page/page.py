@@ -1,0 +1,232 @@
+"""Join the runs and the page's parts to one HTML file that needs nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import ReportError
+from ..charts import OTHER, RATE, Chart, charts_of
+from ..runs.moments import FILE_NAME as RANKS_FILE
+from ..runs.moments import newest_moments
+from ..runs.reading import Floats, Points, Run, say_lost
+from ..runs.sampling import kept, means, not_finite
+
+POINTS = 2000
+"""Points that a curve keeps by default: about four per pixel of a chart."""
+_ALL_POINTS = 500_000
+"""Points that a page keeps by default, about 7 MB: many curves get fewer each."""
+_FEWEST = 200
+_MARKS = 100
+_MAIN_METRICS = 6
+_TEXTS_PER_RUN = 200
+_SCRIPTS = ("numbers.js", "curve.js", "chart.js", "tables.js", "page.js")
+_EXACT_IN_FLOAT32 = 2**24
+
+
+def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, wanted: Sequence[str] = ()) -> str:
+    """Return the page of some runs."""
+    charts = charts_of(runs, wanted)
+    if not any(chart.curves for chart in charts):
+        _refuse(runs, wanted)
+    curves = sum(len(chart.curves) for chart in charts)
+    limit = points or min(POINTS, max(_FEWEST, _ALL_POINTS // curves))
+    now = time.time()
+    arrays = _Arrays()
+    titles = list(dict.fromkeys(run.project for run in runs if run.project)) or [runs[0].name]
+    data = {
+        "title": ", ".join(titles),
+        "made": now,
+        "version": version,
+        "limit": limit,
+        "runs": [_run(run, now) for run in runs],
+        "charts": [_chart(chart, runs, limit, arrays) for chart in charts],
+        "main": [place for place, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
+        "texts": list(_texts(runs)),
+        "textsLeftOut": sum(max(0, len(run.texts) - _TEXTS_PER_RUN) for run in runs),
+        "arrays": arrays.texts,
+    }
+    return _join(data)
+
+
+def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
+    names = sorted({name for run in runs for name in run.scalars})
+    if wanted and names:
+        raise ReportError(f"no metric matches {', '.join(wanted)}. The runs have: {', '.join(names[:20])}.")
+    raise ReportError(
+        f"there are no numbers to draw in {len(runs)} run(s), such as {runs[0].file}. "
+        'Log some: accelerator.log({"loss": loss.item()}, step=step).'
+    )
+
+
+def _join(data: Mapping[str, Any]) -> str:
+    """Fill the template. Names from runs are only ever text: escaped here, and set as textContent by the script."""
+    style = _asset("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
+    parts = {
+        "TITLE": html.escape(str(data["title"])),
+        "STYLE": style,
+        "SCRIPT": script,
+        # Only this very script and style may run, whatever a name in the data looks like.
+        "STYLE_HASH": _hash(style),
+        "SCRIPT_HASH": _hash(script),
+        "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)),
+    }
+    # One pass, so that nothing in the data can be taken for a place of the template.
+    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
+    return page.encode("utf-8", "replace").decode("utf-8")  # half characters, which JSON can spell, cannot be written
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _script_safe(text: str) -> str:
+    """Escape what could end a script element early."""
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _run(run: Run, now: float) -> dict[str, Any]:
+    facts = run.starts[-1] if run.starts else {}
+    return {
+        "name": run.name,
+        "path": str(run.file.parent),
+        "state": run.state(now),
+        "segments": run.segments or [(0.0, 0.0)],
+        "seconds": run.seconds,
+        "lastStep": run.last_step,
+        "lastTime": run.last_time,
+        "skipped": run.skipped + run.torn,
+        "lost": say_lost(run),
+        "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
+        "config": dict(flat(run.config)),
+        "ranks": _ranks(run),
+    }
+
+
+def _ranks(run: Run) -> dict[str, Any] | None:
+    """Return milliseconds per rank and phase in the last window, and the last finding."""
+    moment, told = newest_moments(run.file.with_name(RANKS_FILE))
+    if moment is None:
+        return None
+    return {
+        "step": moment.step,
+        "of": moment.num_ranks,
+        "phases": [[moment.phases[place], place] for place in moment.used],
+        "rows": [[rank, *(moment.ranks[rank][place] for place in moment.used)] for rank in sorted(moment.ranks)],
+        "slow": [moment.straggler.get("rank"), moment.straggler.get("phase")] if moment.straggler else None,
+        "told": None if told is None or told.straggler is None else [told.step, str(told.straggler.get("text", ""))],
+    }
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Return a nested configuration as lines of `outer.inner` and a value."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", _plain(value)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _texts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for number, run in enumerate(runs):
+        for text in run.texts[-_TEXTS_PER_RUN:]:
+            yield {"run": number, "step": _finite(text.step), "name": text.name, "text": text.text}
+
+
+def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> dict[str, Any]:
+    return {
+        "name": chart.name,
+        "group": chart.group,
+        "better": chart.better,
+        "exact": chart.kind == RATE,  # a schedule has no noise to smooth away
+        "curves": [_curve(number, points, runs[number], limit, arrays) for number, points in chart.curves],
+    }
+
+
+def _curve(number: int, points: Points, run: Run, limit: int, arrays: _Arrays) -> dict[str, Any]:
+    begin = run.segments[0][0]
+    points = points._replace(time=points.time - begin)
+    if np.any(np.diff(points.step) < 0):
+        points = points.at(np.argsort(points.step, kind="stable"))
+    finite = points.value[np.isfinite(points.value)]
+    bad, marks = not_finite(points, _MARKS)
+    curve = {
+        "run": number,
+        "total": len(points.value),
+        "shown": arrays.add(points.at(kept(points.value, limit))),
+        "last": _finite(points.value[-1]),
+        "min": _finite(finite.min()) if len(finite) else None,
+        "max": _finite(finite.max()) if len(finite) else None,
+    }
+    if len(points.value) > limit:
+        curve["means"] = arrays.add(means(points, limit), exact=False)
+    if bad:
+        curve["bad"] = bad
+        curve["marks"] = arrays.add(marks)
+    return curve
+
+
+def _finite(number: float) -> float | None:
+    return float(number) if math.isfinite(number) else None
+
+
+class _Arrays:
+    """Numbers as base64; what several curves share, such as their steps, is written once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._known: dict[str, int] = {}
+
+    def add(self, points: Points, exact: bool = True) -> list[int]:
+        """Return the places of step, time and value; `exact` for steps that were logged, not computed."""
+        return [self._place(points.step, exact), self._place(points.time), self._place(points.value)]
+
+    def _place(self, numbers: Floats, exact: bool = False) -> int:
+        text = packed(numbers, exact)
+        if text not in self._known:
+            self._known[text] = len(self.texts)
+            self.texts.append(text)
+        return self._known[text]
+
+
+def packed(numbers: Floats, exact: bool = False) -> str:
+    """Return numbers as one letter for their width and the base64 of little-endian floats."""
+    small = numbers.astype("<f4") if _fits_float32(numbers, exact) else None
+    chosen: npt.NDArray[Any] = numbers.astype("<f8") if small is None else small
+    return ("d" if small is None else "f") + base64.b64encode(chosen.tobytes()).decode()
+
+
+def _fits_float32(numbers: Floats, exact: bool) -> bool:
+    """Return whether the short form loses nothing that a chart could show."""
+    finite = numbers[np.isfinite(numbers)]
+    if not len(finite):
+        return True
+    with np.errstate(over="ignore", under="ignore"):
+        error = np.abs(finite.astype(np.float32).astype(np.float64) - finite)
+    if exact:
+        return not error.any() and bool(np.abs(finite).max() < _EXACT_IN_FLOAT32)
+    fine = (error <= 1e-6 * np.abs(finite)).all()  # nothing vanished or became infinite
+    spread = finite.max() - finite.min()
+    return bool(fine and (spread == 0 or error.max() <= spread / 5000))

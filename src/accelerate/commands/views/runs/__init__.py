@@ -1,0 +1,1 @@
+"""Find and read the files of logged runs. Start with `reading`."""

@@ -1,0 +1,97 @@
+"""Find runs: every `metrics.jsonl` in or below some places, each with a short name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .. import ReportError
+from .reading import Run
+
+FILE_NAME = "metrics.jsonl"
+
+
+class Runs:
+    """All runs in some places. Runs that appear later are found by a later `update`."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.places = places
+        self._by_file: dict[Path, Run] = {}
+        self._next_search = 0.0
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._by_file.values())
+
+    def __len__(self) -> int:
+        return len(self._by_file)
+
+    def update(self) -> bool:
+        """Look for runs, read what is new, and return whether anything was."""
+        began = time.monotonic()
+        if began >= self._next_search:
+            self._search()
+            # A slow search, in many folders or over a network, is done less often.
+            self._next_search = time.monotonic() + 10 * (time.monotonic() - began)
+        return sum(_update(run) for run in self) > 0
+
+    def _search(self) -> None:
+        found = find_files(self.places)
+        self._by_file = {file: self._by_file.get(file) or Run(file) for file in found}
+        for run, name in zip(self, short_names([file.parent for file in found]), strict=True):
+            run.name = name
+
+
+def _update(run: Run) -> bool:
+    try:
+        return run.update()
+    except FileNotFoundError:  # deleted since it was found
+        return False
+    except OSError as error:
+        raise ReportError(f"{run.file} cannot be read: {error.strerror or error}.") from None
+
+
+def find_files(places: Iterable[Path]) -> list[Path]:
+    """Return the files of all runs in some places: files themselves, or folders at any height above."""
+    found: dict[str, Path] = {}
+    for place in places:
+        if place.is_file():
+            found.setdefault(os.path.realpath(place), place)
+            continue
+        for folder, below, files in os.walk(place):
+            below.sort()
+            if FILE_NAME in files:
+                file = Path(folder, FILE_NAME)
+                found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return for each folder as few of its last parts as tell it from the others."""
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    names = []
+    for mine in parts:
+        length = 1
+        while length < len(mine) and sum(other[-length:] == mine[-length:] for other in parts) > 1:
+            length += 1
+        names.append("/".join(mine[-length:]))
+    return names
+
+
+def read_runs(places: Sequence[Path]) -> Runs:
+    """Read all runs in some places, or say why there is none."""
+    for place in places:
+        if not place.exists():
+            raise ReportError(
+                f"there is no folder {place}. Name the folder of a run, or one above it: with "
+                'log_with="jsonl", runs are written to <logging_dir or "runs">/<project>/<run>.'
+            )
+    runs = Runs(places)
+    runs.update()
+    if not len(runs):
+        raise ReportError(
+            f"no {FILE_NAME} in {', '.join(map(str, places))} or below. Runs write it with "
+            'Accelerator(log_with="jsonl"), init_trackers("my_project") and log({"loss": loss}, step=step).'
+        )
+    return runs

@@ -1,0 +1,64 @@
+"""What the watcher wrote beside a run of several processes: seconds per rank and phase."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..terminal.text import clean
+
+FILE_NAME = "ranks.jsonl"
+_TAIL = 1 << 19
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The steps of one window on the ranks that were written down."""
+
+    time: float
+    step: int
+    num_ranks: int
+    phases: list[str]
+    ranks: dict[int, list[float]]
+    """Milliseconds per phase."""
+    straggler: dict[str, Any] | None
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Moment | None:
+        """Read a line; None if a crash has torn it."""
+        try:
+            record = json.loads(line)
+            ranks = {int(rank): [float(us) / 1e3 for us in times] for rank, times in record["ranks"].items()}
+            phases = [clean(str(phase)) for phase in record["phases"]]
+            straggler = record.get("straggler")
+            slow = straggler if isinstance(straggler, dict) else None
+            if not ranks or any(len(times) != len(phases) for times in ranks.values()):
+                return None
+            return cls(float(record["time"]), int(record["step"]), int(record["of"]), phases, ranks, slow)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @property
+    def used(self) -> list[int]:
+        """The phases that take a visible part of any rank's step."""
+        longest = max(map(sum, self.ranks.values()))
+        return [place for place in range(len(self.phases)) if self._most(place) > 0.001 * longest]
+
+    def _most(self, place: int) -> float:
+        return max(times[place] for times in self.ranks.values())
+
+
+def newest_moments(file: Path) -> tuple[Moment | None, Moment | None]:
+    """Return the last window, and the last one in which a rank was slow."""
+    try:
+        with file.open("rb") as lines:
+            size = lines.seek(0, 2)
+            lines.seek(max(0, size - _TAIL))
+            tail = lines.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None, None
+    moments = [moment for line in tail if (moment := Moment.from_line(line)) is not None]
+    newest_first = moments[::-1]
+    return next(iter(newest_first), None), next((moment for moment in newest_first if moment.straggler), None)

@@ -1,0 +1,1 @@
+"""Live views in the terminal. Start with `live`."""

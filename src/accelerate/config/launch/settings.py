@@ -1,0 +1,157 @@
+"""What one `accelerate launch` was asked for: one frozen object, and where every value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ...errors import UnsupportedSettingError
+from ..environment import read
+from ..origins import NOT_YET, Resolved
+from .files import ENGINE_OF_SWITCH, MISSING_ENGINES, ConfigFile, engine_of_kind
+from .options import COMPILE, FP8, OPTIONS, Option, as_flags
+
+DEFAULT = "default"
+FLAG = "flag "
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """The settings of one launch. Fields that are None are filled in by the plan, from what the machine has."""
+
+    cpu: bool = False
+    multi_gpu: bool = False
+    mixed_precision: str = "no"
+    num_processes: int | None = None
+    num_machines: int | None = None
+    num_cpu_threads_per_process: int | None = None
+    enable_cpu_affinity: bool = False
+    gradient_accumulation_steps: int | None = None
+    gpu_ids: str | None = None
+    machine_rank: int | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    nnodes: str | None = None
+    rdzv_backend: str = "static"
+    rdzv_conf: str = ""
+    role: str = "default"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    grace_period: float = 30.0
+    mpirun_hostfile: str | None = None
+    log_dir: str | None = None
+    tee: str = "0"
+    redirects: str = "0"
+    quiet: bool = False
+    check: bool = False
+    debug: bool = False
+    debug_rank: int | None = None
+    explain: bool = False
+    lenient: bool = False
+    module: bool = False
+    no_python: bool = False
+    config_file: str | None = None
+    """The file that was read."""
+    resolved: Mapping[str, Resolved] = field(default_factory=dict)
+    """Every option of the table with its origin, those of the engines too."""
+
+    @classmethod
+    def resolve(cls, flags: Mapping[str, Any], config: ConfigFile | None) -> LaunchSettings:
+        """Choose every value: flag first, then the environment, then the file, then the default."""
+        resolved = {option.name: _resolve(option, flags, config) for option in OPTIONS}
+        own = {item.name for item in fields(cls)} & resolved.keys()
+        values = {name: resolved[name].value for name in own if resolved[name].value is not None}
+        return cls(resolved=resolved, config_file=str(config.path) if config is not None else None, **values)
+
+    def origin(self, name: str) -> str:
+        """Say where a value came from."""
+        return self.resolved[name].origin
+
+    def given(self, name: str) -> bool:
+        """Tell whether somebody asked for this value."""
+        return name in self.resolved and self.resolved[name].origin != DEFAULT
+
+    def as_words(self) -> list[str]:
+        """Say the flags of this launch again, for another launcher; the environment is handed on by itself."""
+        file = [] if self.config_file is None else ["--config_file", self.config_file]
+        flags = {name: item.value for name, item in self.resolved.items() if item.origin.startswith(FLAG)}
+        return file + as_flags(flags)
+
+    def child_variables(self) -> dict[str, str]:
+        """Return the published variables that carry these settings into the processes."""
+        variables = {"ACCELERATE_MIXED_PRECISION": self.mixed_precision, "ACCELERATE_USE_CPU": str(self.cpu)}
+        for option in OPTIONS:
+            value = self.resolved[option.name].value
+            if option.variable is None or option.variable in _SET_BY_THE_PLAN or value is None:
+                continue
+            if self.given(option.name):
+                variables[option.variable] = str(value).upper() if option.name == "dynamo_backend" else str(value)
+        return variables
+
+    def refuse_missing_engines(self, config: ConfigFile | None) -> None:
+        """Raise if an engine is asked for that has not landed, instead of quietly running something else."""
+        for switch, engine in MISSING_ENGINES.items():
+            if self.resolved[switch].value:
+                raise UnsupportedSettingError(f"{engine} ({self.origin(switch)})", NOT_YET, _without(switch))
+        if config is not None and (service := engine_of_kind(config.kind)) is not None:
+            raise UnsupportedSettingError(
+                f"{service} ({config.path}: compute_environment)", NOT_YET, "Use compute_environment: LOCAL_MACHINE."
+            )
+
+    def _used_engines(self) -> set[str]:
+        """Return the engines whose options the processes of this launch read."""
+        used = {engine for switch, engine in ENGINE_OF_SWITCH.items() if self.resolved[switch].value}
+        if self.resolved["dynamo_backend"].value not in (None, "no"):
+            used.add(COMPILE)
+        return used | ({FP8} if self.mixed_precision == "fp8" else set())
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for every value that somebody asked for and nobody reads."""
+        sentences = []
+        for option in OPTIONS:
+            if option.engine is None or not self.given(option.name) or option.name in ENGINE_OF_SWITCH:
+                continue
+            value = self.resolved[option.name]
+            if value.value in (option.default, "no", None) or value.origin.rpartition(": ")[0]:  # a file's sections
+                continue
+            if option.engine in self._used_engines():
+                continue
+            what = _READ_WITH.get(option.engine, f"it is read by {option.engine} only")
+            sentences.append(f"{option.name} = {value.value} ({value.origin}) has no effect: {what}.")
+        return sentences
+
+
+_READ_WITH = {COMPILE: "it is read with a dynamo_backend only", FP8: "it is read by mixed_precision fp8 only"}
+
+# Left to the plan, which knows the machines and how many processes share the cores.
+_SET_BY_THE_PLAN = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS"})
+
+
+def _resolve(option: Option, flags: Mapping[str, Any], config: ConfigFile | None) -> Resolved:
+    if option.name in flags:
+        return Resolved(value=flags[option.name], origin=f"{FLAG}--{option.spelled or option.name}")
+    if option.variable is not None and (word := read(option.variable)) is not None:
+        return Resolved(value=_from_environment(option, word), origin=f"environment variable {option.variable}")
+    if config is not None and option.name in config.values:
+        return Resolved(value=config.values[option.name], origin=config.origin_of(option.name))
+    return Resolved(value=option.default, origin=DEFAULT)
+
+
+def _from_environment(option: Option, word: str) -> Any:
+    try:
+        value = option.read(word)
+    except ValueError as error:
+        raise ValueError(f"The environment variable {option.variable}={word!r} is not valid: {error}") from error
+    if option.choices is not None:
+        value = {choice.lower(): choice for choice in option.choices}.get(str(value).lower(), value)
+    if option.choices is not None and value not in option.choices:
+        raise ValueError(
+            f"The environment variable {option.variable}={word!r} is unknown: "
+            f"choose one of {', '.join(option.choices)}."
+        )
+    return value
+
+
+def _without(switch: str) -> str:
+    return f"Leave --{switch} out, or set `distributed_type` in the file to MULTI_CPU or MULTI_GPU."

@@ -1,0 +1,306 @@
+"""`ParallelismConfig`: over which axes a model and its data are spread, and how far along each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..environment import read_parallelism
+from ..meshes import mesh_over
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost, whose processes lie far apart, to the innermost, whose processes talk most."""
+VIEWS = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+"""Published names of several axes taken as one."""
+REST = -1
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Tune tensor parallelism."""
+
+    enable_async_tp: bool = False
+    """Overlap communication with the matrix products; needs `torch.compile` on CUDA."""
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Tune context parallelism."""
+
+    cp_comm_strategy: str | None = None
+    """How keys and values travel: "allgather" (default) or "alltoall", which passes them around a ring."""
+
+    def __post_init__(self) -> None:
+        self.cp_comm_strategy = self.cp_comm_strategy or read_parallelism("cp_comm_strategy") or "allgather"
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown: choose allgather or alltoall.")
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+@dataclass
+class PipelineConfig:
+    """Say where a model is cut into stages, and in which order micro-batches pass through them."""
+
+    split_at: Sequence[str] | None = None
+    """Names of the modules with which a new stage begins; by default the repeated blocks are divided evenly."""
+    schedule: str = "1f1b"
+    """"1f1b" (a backward pass as soon as possible), "gpipe" (all forward passes first), or "interleaved" (1f1b with
+    several stages on every process)."""
+    microbatches: int | None = None
+    """Into how many parts a process's batch is cut; by default as many as there are stages."""
+    stages_per_rank: int | None = None
+    """Stages on every process: 2 by default with "interleaved", and 1 with the others."""
+    example_inputs: Any = None
+    """What the model is called with: a tensor, a tuple, a dict of keyword arguments, or a function that makes one.
+    Needed only where modules are registered in another order than they run in."""
+
+    def __post_init__(self) -> None:
+        self.schedule = self.schedule.lower()
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"PipelineConfig(schedule={self.schedule!r}): choose one of {', '.join(SCHEDULES)}.")
+        interleaved = self.schedule == "interleaved"
+        if self.stages_per_rank is None:
+            self.stages_per_rank = 2 if interleaved else 1
+        if self.stages_per_rank < 1 or (self.stages_per_rank > 1) != interleaved:
+            raise ValueError(
+                f"PipelineConfig(schedule={self.schedule!r}, stages_per_rank={self.stages_per_rank}): several stages "
+                'on a process are "interleaved", and that schedule needs at least 2; the others have 1.'
+            )
+        if self.microbatches is not None and self.microbatches < 1:
+            raise ValueError(f"PipelineConfig(microbatches={self.microbatches}): a batch has at least 1 part.")
+
+    def stages_of(self, rank: int, pp_size: int) -> list[int]:
+        """Return the stages of a process: they go round the processes."""
+        return [rank + pp_size * turn for turn in range(self.stages_per_rank or 1)]
+
+    def microbatches_for(self, pp_size: int) -> int:
+        """Return the number of micro-batches, or refuse one that the schedule cannot run."""
+        stages = pp_size * (self.stages_per_rank or 1)
+        count = stages if self.microbatches is None else self.microbatches
+        if self.schedule == "1f1b" and count < stages:
+            raise ValueError(
+                f'PipelineConfig(microbatches={count}): "1f1b" on {stages} stages needs at least {stages}; "gpipe" '
+                "runs with any number."
+            )
+        if self.schedule == "interleaved" and count % max(1, count // pp_size):
+            fit = [n for n in range(1, 4 * stages + 1) if n % max(1, n // pp_size) == 0]
+            raise ValueError(
+                f'PipelineConfig(microbatches={count}): "interleaved" on {pp_size} processes passes them on in equal '
+                f"rounds. Numbers that work: {', '.join(map(str, fit[-12:]))}."
+            )
+        return count
+
+
+@dataclass
+class ParallelismConfig:
+    """Say how many processes stand along each axis; their product is the number of processes.
+
+    A size of -1 on one of the two data axes means "whatever is left". A field that is left out comes from the
+    environment (`PARALLELISM_CONFIG_TP_SIZE` and so on), or has its default.
+    """
+
+    dp_replicate_size: int | None = None
+    """Copies of the model, whose gradients are averaged."""
+    dp_shard_size: int | None = None
+    """Processes that share one copy: FSDP2. With `dp_replicate_size` this is HSDP."""
+    tp_size: int | None = None
+    """Processes that split every layer: tensor parallelism."""
+    cp_size: int | None = None
+    """Processes that split every sequence: context parallelism."""
+    cp_backend: str | None = None
+    """Who splits sequences: "torch", the only choice."""
+    sp_size: int | None = None
+    """Processes of DeepSpeed's sequence parallelism. More than 1 is refused by this version."""
+    sp_backend: str | None = None
+    """Who would run sequence parallelism."""
+    tp_handler: TorchTensorParallelConfig | None = None
+    """Details of tensor parallelism."""
+    cp_handler: TorchContextParallelConfig | None = None
+    """Details of context parallelism."""
+    sp_handler: Any = None
+    """Details of sequence parallelism. Nothing reads it."""
+    pp_size: int | None = None
+    """Processes that each hold some of the layers: pipeline parallelism."""
+    pp_handler: PipelineConfig | None = None
+    """Where the model is cut, and in which order micro-batches pass."""
+    tp_plan: Mapping[str, Any] | None = None
+    """Module name patterns -> how to split: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`. Without one the
+    plan that the model carries is taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size"):
+            size = getattr(self, name)
+            if size is None:
+                said = read_parallelism(name)
+                size = 1 if said is None else said
+            may_be_rest = name.startswith("dp_")
+            if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
+                raise ValueError(
+                    f"ParallelismConfig({name}={size!r}): a size is a whole number of processes, 1 or more"
+                    f"{', or -1 for what is left' if may_be_rest else ''}."
+                )
+            setattr(self, name, size)
+        if self.dp_replicate_size == self.dp_shard_size == REST:
+            raise ValueError("ParallelismConfig: only one of dp_replicate_size and dp_shard_size can be -1.")
+        self.cp_backend = self.cp_backend or read_parallelism("cp_backend") or "torch"
+        self.sp_backend = self.sp_backend or read_parallelism("sp_backend") or "deepspeed"
+        if self.cp_backend != "torch":
+            raise ValueError(f"ParallelismConfig(cp_backend={self.cp_backend!r}) is unknown: choose torch.")
+        if self.tp_handler is None and self.tp_enabled:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_handler is None and self.cp_enabled:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.pp_handler is None and self.pp_enabled:
+            self.pp_handler = PipelineConfig()
+        self.device_mesh: DeviceMesh | None = None
+
+    # --- how far along each axis ------------------------------------------------------------------------------------
+
+    def size(self, axis: str) -> int:
+        """Return the number of processes along an axis."""
+        return int(getattr(self, f"{axis}_size"))
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Tell whether there are several copies."""
+        return self.size("dp_replicate") != 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Tell whether parameters are sharded."""
+        return self.size("dp_shard") != 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Tell whether layers are split."""
+        return self.size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Tell whether sequences are split."""
+        return self.size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Tell whether DeepSpeed's sequence parallelism is asked for."""
+        return self.size("sp") > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Tell whether the layers are spread over a pipeline."""
+        return self.size("pp") > 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of processes that see different samples."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return the number of processes that work on the same samples."""
+        return self.size("tp") * self.size("cp") * self.size("pp") * self.size("sp")
+
+    @property
+    def total_size(self) -> int:
+        """Return the number of processes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    # --- names of axes ----------------------------------------------------------------------------------------------
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Return the axes that have more than one process, from the outermost."""
+        return [axis for axis in AXES if self.size(axis) != 1]
+
+    def _active(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self.size(axis) != 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Return the axes whose processes see different samples."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Return the axes whose processes work on the same samples."""
+        return self._active("pp", "cp", "tp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Return the axes over which parameters are sharded."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Return the axes whose processes see different tokens."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Return the axes of the mesh that FSDP2 works on."""
+        return [*self._active("dp_replicate"), "dp_shard_cp"]
+
+    # --- the mesh ---------------------------------------------------------------------------------------------------
+
+    def fitted(self, num_processes: int) -> ParallelismConfig:
+        """Fill in what is left to the data axes, and refuse sizes whose product is not the number of processes."""
+        for name in ("dp_replicate_size", "dp_shard_size"):
+            if getattr(self, name) == REST:
+                others = abs(self.total_size)
+                if num_processes % others == 0:
+                    setattr(self, name, num_processes // others)
+        if self.total_size != num_processes:
+            raise ValueError(self._misfit(num_processes))
+        return self
+
+    def _misfit(self, num_processes: int) -> str:
+        asked = " x ".join(f"{axis}_size={self.size(axis)}" for axis in self.active_mesh_dims) or "1"
+        fixed = self.non_data_parallel_size
+        if num_processes % fixed == 0:
+            left = num_processes // fixed
+            pairs = [(r, left // r) for r in range(1, left + 1) if left % r == 0]
+            remedy = "Sizes that fit: " + "; ".join(f"dp_replicate_size={r}, dp_shard_size={s}" for r, s in pairs[:6])
+        else:
+            fits = [n for n in range(1, num_processes + 1) if num_processes % n == 0]
+            remedy = f"The axes without data make {fixed}, which must be one of {', '.join(map(str, fits))}"
+        return (
+            f"ParallelismConfig asks for {asked} = {abs(self.total_size)} processes"
+            f"{' or a multiple' if REST in (self.dp_replicate_size, self.dp_shard_size) else ''}, and the run has "
+            f"{num_processes}. {remedy}."
+        )
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the names and the sizes of the axes that have more than one process."""
+        axes = tuple(self.active_mesh_dims)
+        return axes, tuple(map(self.size, axes))
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Make the mesh of all processes, with the flattened views `dp`, `dp_shard_cp` and `dp_cp` where they exist."""
+        self.device_mesh = mesh_over(*self._get_mesh(), device_type, VIEWS)
+        return self.device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Return the mesh, made on first use."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError(
+                    "get_device_mesh() was called before there is a mesh: you need to pass a device_type, such as "
+                    '"cuda", to build it.'
+                )
+            self.build_device_mesh(device_type)
+        assert self.device_mesh is not None
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sizes and handlers as plain data."""
+        return {name: value for name, value in asdict(self).items() if name != "device_mesh"}

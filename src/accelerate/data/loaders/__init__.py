@@ -1,0 +1,1 @@
+"""Prepared data loaders. Start with `base`."""

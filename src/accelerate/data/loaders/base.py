@@ -1,0 +1,450 @@
+"""Prepared data loaders: the same `DataLoader`, its share of the data, on the right device, knowing where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...errors.callers import warn
+from ...runtime import phases
+from ...runtime.collectives.nested import send_to_device
+from ...runtime.devices import device as devices
+from ...runtime.loop.gradient_state import GradientState
+from ...runtime.loop.progress import progress
+from ..metrics import PartialRound
+from ..order.indices import IndexSource
+from ..order.orders import OrderKeeper, innermost_sampler
+from ..order.position import Position, PositionError
+from ..plan import DataPlan
+from .streams import IterableDatasetShard
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What changes with every batch, apart from the loader: `DataLoader.__setattr__` guards its options and is slow."""
+
+    batches: int = 0
+    """Base batches handed out in this epoch."""
+
+
+class PreparedLoader(DataLoader[Any]):
+    """What all prepared loaders share: the position, and telling the training loop where it is."""
+
+    device: torch.device | None
+    split_batches = False
+    is_stateful = False
+    """This is torchdata's `StatefulDataLoader` as well."""
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        device: torch.device | None,
+        skip_batches: int,
+        drops_last: bool,
+        non_blocking: bool,
+        iteration: int,
+        num_processes: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.device = device
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+        self.num_processes = num_processes
+        self.group: Any = None
+        """The ranks that see different samples: None for all."""
+        self.gradient_state = GradientState()
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.partial_round: PartialRound | None = None
+        """The current round, where it is not full."""
+        self.keeper = OrderKeeper(self.get_sampler())
+        self.index_source = self._new_index_source(super()._index_sampler)
+        self._drop_last = drops_last
+        self._non_blocking = non_blocking
+        self.cursor = Cursor()
+        self._is_in_epoch = False
+        """An epoch was begun and has not come to its end."""
+        self._resume: Position | None = None
+        self._start = 0
+        self._current: object = None
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def _index_sampler(self) -> Any:
+        """Give the plain loader our source of indices, which can begin anywhere."""
+        source = self.__dict__.get("index_source")
+        return super()._index_sampler if source is None else source
+
+    def _new_index_source(self, samples: Any) -> IndexSource:
+        return IndexSource(samples, self.keeper)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Tell whether this is torchdata's `StatefulDataLoader` as well."""
+        return self.is_stateful
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """Return the loader that reads: this one."""
+        return self
+
+    @property
+    def batches(self) -> Any:
+        """Return what yields batches of indices: the batch sampler, or a sampler in its place."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def data_makes_batches(self) -> bool:
+        """Tell whether an iterable data set yields batches of its own making, which count as one sample each."""
+        return self.batch_sampler is None and isinstance(self.dataset, IterableDataset)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Return the samples that all processes consume in one step."""
+        raise NotImplementedError
+
+    @property
+    def batches_per_round(self) -> int:
+        """Return how many base batches one step consumes."""
+        return 1 if self.split_batches else self.num_processes
+
+    @property
+    def batches_per_read(self) -> int:
+        """Return how many base batches are consumed when this process reads one."""
+        return self.batches_per_round
+
+    @property
+    def samples_per_read(self) -> int:
+        """Return the samples of a full batch that this process reads."""
+        return self.total_batch_size // self.num_processes
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches // self.batches_per_round)
+
+    @property
+    def base_batch_size(self) -> int | None:
+        """Return the samples of a batch of the plain loader."""
+        raise NotImplementedError
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Return the samples that one epoch hands out, over all processes."""
+        source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        sampler = self.get_sampler()
+        sized = hasattr(sampler, "__len__") and not isinstance(source, IterableDataset)
+        length = length_of(sampler if sized else source)
+        if length is None:
+            raise TypeError(f"{type(source).__name__} does not know its length.")
+        return length
+
+    def get_sampler(self) -> Any:
+        """Return the sampler that decides the order."""
+        return innermost_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Let another sampler decide the order, from the next epoch on."""
+        holder: Any = self.batches
+        while hasattr(holder, "batch_sampler"):
+            holder = holder.batch_sampler
+        holder.sampler = sampler
+        self.keeper.sampler = sampler
+
+    def plan(self) -> DataPlan:
+        """Return how the data is shared out: print it."""
+        try:
+            samples: int | None = self.total_dataset_length
+        except TypeError:
+            samples = None
+        steps = None if samples is None else length_of(self)
+        return DataPlan(
+            samples=samples,
+            num_processes=self.num_processes,
+            global_batch=self.total_batch_size,
+            steps=steps,
+            drops_last=self._drop_last,
+            fills_last=self._fills_last(),
+            mode=self._mode(),
+        )
+
+    def _fills_last(self) -> bool:
+        return self.num_processes > 1
+
+    def _mode(self) -> str:
+        raise NotImplementedError
+
+    # --- where it is ----------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next, for whatever under this loader wants to know it."""
+        self._is_in_epoch = False
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        self.iteration = epoch
+        told: set[int] = set()
+        parts: list[Any] = [self.batch_sampler, self.sampler, self.get_sampler(), self.dataset]
+        parts.append(getattr(self.batch_sampler, "batch_sampler", None))
+        for part in parts:
+            if hasattr(part, "set_epoch") and id(part) not in told:
+                told.add(id(part))
+                part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: plain data, global, the same on every rank."""
+        if self._resume is not None:
+            return self._resume.to_dict()
+        if not getattr(self, "in_order", True):
+            warn(
+                "A loader with in_order=False returns batches in the order its workers finish, so the number of "
+                "batches does not identify them: this position may repeat some and leave out others.",
+            )
+        if not self._is_in_epoch:
+            position = Position(
+                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.keeper.key_of_next_epoch()
+            )
+        elif self.end_of_dataloader:
+            position = Position(epoch=self.iteration + 1, begun=False, order=self.keeper.key_of_next_epoch())
+        else:
+            position = Position(
+                epoch=self.iteration,
+                batches=self.cursor.batches,
+                order=self.keeper.key(),
+                dataset=self._dataset_state(),
+            )
+        return {
+            **position.to_dict(),
+            "batch_size": self.base_batch_size,
+            "num_processes": self.num_processes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on from a position, saved on this or another number of processes."""
+        position = Position.from_dict(state_dict)
+        position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
+        self._refuse_another_world(position)
+        self._resume = position
+        self.iteration = position.epoch  # so that a loop over epochs can begin with it
+
+    @property
+    def is_amid_epoch(self) -> bool:
+        """Tell whether an epoch was begun and has more batches."""
+        return self._is_in_epoch and not self.end_of_dataloader
+
+    def rewind(self) -> None:
+        """Begin the epoch of a loaded position with its first batch, in the order that the epoch had."""
+        if self._resume is not None:
+            self._resume = replace(self._resume, batches=0, dataset=None)
+
+    def _refuse_another_world(self, position: Position) -> None:
+        """Raise `PositionError` for a position that does not hold on this number of processes."""
+
+    def _dataset_state(self) -> Any:
+        """Return the state that an iterable data set keeps itself, as of the batches handed out."""
+        return (
+            self.dataset.states[-1] if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states else None
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out an iteration that is under way: its iterator belongs to this process."""
+        return {**self.__dict__, "_iterator": None}
+
+    def reset(self) -> None:
+        """Forget how far the last iteration came."""
+        self.end_of_dataloader = False
+        self.partial_round = None
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Announce to the training loop that this loader is being iterated."""
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """Announce that the iteration is over."""
+        self.gradient_state._remove_dataloader(self)
+
+    # --- iterating ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self._tell_epoch(resume.epoch)
+            self._start = resume.batches_of(self.base_batch_size)
+        else:  # an epoch that was left early is over
+            self._tell_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
+            self._start = self.skip_batches
+        self._is_in_epoch = True
+        self.cursor.batches = self._start
+        self.reset()
+        self.remainder = self._real_samples_in_last_round()
+        self._before_epoch()
+        mine = self._current = object()
+        self.begin()
+        try:
+            yield from self._timed(self._rounds(resume))
+            self._is_in_epoch = False
+            self.iteration += 1
+        finally:
+            if self._current is mine:  # an older iterator that dies late must not end this one
+                self.end()
+
+    def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Let the clock of this process, if it runs, know when the loop waits for a batch."""
+        clock = phases.clock
+        return rounds if clock is None else clock.feed(rounds, self._phase)
+
+    @property
+    def _phase(self) -> int:
+        """What the time is counted as in which the loop waits for a batch."""
+        return phases.DATA
+
+    def _before_epoch(self) -> None:
+        """Do what the processes must do together before an epoch."""
+
+    def _rounds(self, resume: Position | None) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _real_samples_in_last_round(self) -> int:
+        """Return the published `remainder`: 0 for a full last round, -1 where it is not known."""
+        raise NotImplementedError
+
+    def _mark_last(self, partial: PartialRound | None) -> None:
+        """Announce the last round."""
+        self.end_of_dataloader = True
+        self.partial_round = partial
+        if partial is not None:
+            self.remainder = sum(partial.counts) % self.total_batch_size
+
+    def _partial_round(self, num_real: int) -> PartialRound | None:
+        """Deal the real samples of a round to the ranks in order; None where all are full.
+
+        Batches that the data set makes may have any length, so no round of them is known to be full.
+        """
+        share = self.total_batch_size // self.num_processes
+        if num_real == share * self.num_processes and not (self.data_makes_batches and self.num_processes > 1):
+            return None
+        counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
+        filled = self._fills_last()
+        rows = share if filled else counts[self._own_place()]
+        alike = filled and not self.data_makes_batches
+        return PartialRound(counts=counts, full=share, rows=rows, uneven=not alike, group=self.group)
+
+    def _own_place(self) -> int:
+        """Return this process's number among those that see different samples."""
+        return 0
+
+    def _open(self, resume: Position | None) -> Iterator[Any]:
+        """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self._open_stream(self.dataset, resume)
+        if isinstance(self.dataset, IterableDataset):  # handed to the class directly, without `prepare`
+            return self._read_on(super().__iter__())
+        self.index_source.start = self._index_place(self._start)
+        if resume is None:
+            return super().__iter__()
+        self.index_source.key = resume.order
+        if not resume.begun and "generator" in resume.order:
+            # Saved between two epochs: the loader's own draw from this generator is still to come.
+            self.keeper.begin_epoch(self.index_source.key)
+            self.index_source.key = None
+        with generator_restored() if resume.begun else nullcontext():
+            batches: Iterator[Any] = super().__iter__()
+            if resume.begun and self.num_workers == 0:  # workers have drawn their first indices by now
+                self.index_source.draw_first()
+            return batches
+
+    def _open_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
+        """Start an iterable data set where it was: by its own state, else by reading on."""
+        stream.begin(keep_states=self.num_workers == 0 and stream.has_state)
+        if resume is None and self._start == 0:
+            return super().__iter__()
+        with generator_restored() if resume is not None and resume.begun else nullcontext():
+            if resume is not None and resume.dataset is not None and stream.keeps_states:
+                stream.dataset.load_state_dict(resume.dataset)
+                return super().__iter__()
+            if resume is not None and self._start > 0:
+                self._tell_reading_on(stream)
+            in_one_place = self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers)
+            if in_one_place:
+                stream.samples_to_skip = self._stream_start() * stream.batch_size
+                stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
+                return super().__iter__()
+            if resume is not None and resume.num_processes != self.num_processes:
+                raise PositionError(
+                    f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
+                    f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
+                    f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
+                )
+            return self._read_on(super().__iter__())
+
+    def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Read the batches before the position, and drop them."""
+        for _ in progress(range(self._start // self.batches_per_read), "Reading on to the position", "batches"):
+            next(batches, None)
+        return batches
+
+    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+        remedy = (
+            "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
+            if stream.has_state
+            else "give it state_dict() and load_state_dict()"
+        )
+        warn(
+            f"{type(stream.dataset).__name__} is read from its beginning to come back to batch {self._start} of epoch "
+            f"{self.iteration}. To seek instead, {remedy}, or use a map-style data set.",
+        )
+
+    def _stream_start(self) -> int:
+        """Return the batches of an iterable data set that were consumed."""
+        return self._start
+
+    def _index_place(self, batches: int) -> int:
+        """Return where the indices begin after so many base batches."""
+        return batches
+
+    def _note_state(self) -> None:
+        """Take note of the state before a batch is read ahead, which is not consumed yet."""
+
+    def _placement(self) -> Callable[[Any], Any] | None:
+        device = self.device
+        if device is None or devices.is_cpu(device):
+            return None  # batches are made on the CPU
+        return lambda batch: send_to_device(batch, device, non_blocking=self._non_blocking)
+
+
+@contextmanager
+def generator_restored() -> Iterator[None]:
+    """Put torch's generator back afterwards: opening a loader draws numbers that a running one drew long ago."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Pair every item with whether it is the last, reading one item ahead."""
+    try:
+        held = next(items)
+    except StopIteration:
+        return
+    for item in items:
+        yield held, False
+        held = item
+    yield held, True
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of data, or None where it has none or refuses to tell."""
+    try:
+        return len(data)
+    except Exception:
+        return None

@@ -1,0 +1,293 @@
+"""The loader whose process reads its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ...config.enums import RNGType
+from ...errors.callers import warn
+from ...runtime import phases
+from ...runtime.collectives.nested import find_batch_size
+from ...runtime.loop.random import synchronize_rng_states
+from ..metrics import PartialRound
+from ..order.indices import SkipBatchSampler
+from ..order.orders import sized_sampler
+from ..order.position import Position, PositionError
+from ..order.sharding import BatchSamplerShard
+from .base import PreparedLoader, marking_last
+from .stateful import stateful_class
+from .streams import BatchOfLastRound, IterableDatasetShard
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader whose process reads its own share."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[RNGType | str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        _split_elsewhere: bool = False,
+        _num_processes: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if use_stateful_dataloader:
+            self.__class__ = stateful_class(type(self))
+        shard = _shard_in(kwargs)
+        if shard is not None:
+            num_processes = shard.num_processes
+        elif _num_processes is not None:
+            num_processes = _num_processes
+        else:
+            num_processes = getattr(dataset, "num_processes", 1) if isinstance(dataset, IterableDatasetShard) else 1
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            drops_last=_drop_last,
+            non_blocking=_non_blocking,
+            iteration=iteration,
+            num_processes=num_processes,
+            **kwargs,
+        )
+        self.shard = shard
+        self.split_batches = bool(getattr(dataset if shard is None else shard, "split_batches", False))
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.joined = False
+        """Somebody takes care of ranks with fewer batches."""
+        self._split_elsewhere = _split_elsewhere
+        self._told_uneven = False
+        self._own_samples_left: int | None = None
+
+    @property
+    def total_batch_size(self) -> int:
+        """Return the samples that all processes consume in one step."""
+        if self.shard is not None and self.shard.batch_size is not None:
+            return self.shard.share * self.num_processes
+        if isinstance(self.dataset, IterableDatasetShard) and not self._split_elsewhere:
+            return self.dataset.round_size
+        return (self.base_batch_size or 1) * self.num_processes
+
+    @property
+    def base_batch_size(self) -> int | None:
+        """Return the samples of a batch of the plain loader."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.batch_size
+        if self.batch_sampler is None:
+            return getattr(self.sampler, "batch_size", 1)
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    def _mode(self) -> str:
+        if self._split_elsewhere:
+            return "the data came already split by rank; used as it is"
+        return "each process reads its own share"
+
+    def _fills_last(self) -> bool:
+        return super()._fills_last() and (self.shard is None or self.shard.even_batches)
+
+    def _index_place(self, batches: int) -> int:
+        return batches if self.shard is not None else batches // self.batches_per_round
+
+    def _stream_start(self) -> int:
+        return self._start // self.batches_per_round if self._split_elsewhere else self._start
+
+    def _dataset_state(self) -> Any:
+        return None if self._split_elsewhere else super()._dataset_state()  # each rank's own is nobody else's
+
+    def _refuse_another_world(self, position: Position) -> None:
+        """Refuse a position of data that every rank has for itself, on another number of ranks."""
+        if self._split_elsewhere and position.batches and position.num_processes != self.num_processes:
+            raise PositionError(
+                f"This data was already split by rank, so its position is valid for {position.num_processes} "
+                f"processes only and this run has {self.num_processes}: resume on {position.num_processes}."
+            )
+
+    def _before_epoch(self) -> None:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        if not self._told_uneven:
+            self._told_uneven = True
+            self._tell_uneven()
+
+    def _tell_uneven(self) -> None:
+        """Warn of ranks that will take different numbers of steps, before one of them waits for ever."""
+        shard = self.shard
+        if shard is None or shard.even_batches or shard.drop_last or self.joined:
+            return
+        if not hasattr(shard.batch_sampler, "__len__"):
+            return
+        steps = [
+            len(BatchSamplerShard(shard.batch_sampler, shard.num_processes, rank, shard.split_batches, False))
+            for rank in (0, shard.num_processes - 1)
+        ]
+        if steps[0] != steps[1]:
+            warn(
+                f"With even_batches=False rank 0 takes {steps[0]} steps per epoch and rank {shard.num_processes - 1} "
+                f"takes {steps[1]}: collectives in the last step would hang. Wrap the loop in "
+                "accelerator.join_uneven_inputs([model]), or leave even_batches at True.",
+            )
+
+    def _real_samples_in_last_round(self) -> int:
+        if self._drop_last:
+            return -1
+        if self.shard is not None:
+            real = self.shard.real_samples_in_last_round(self._start)
+            return -1 if real is None else real % self.total_batch_size
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except TypeError:  # data of unknown length
+            return -1
+
+    @property
+    def _phase(self) -> int:
+        return phases.WAITING if self._split_elsewhere else phases.DATA  # these ranks ask each other at every step
+
+    def _rounds(self, resume: Position | None) -> Iterator[Any]:
+        place = self._placement()
+        batches = self._open(resume)
+        last = self._last_index()
+        if self.is_stateful and (self._split_elsewhere or last is None):
+            batches = self._noting_states(batches)
+        if self._split_elsewhere:
+            yield from self._agreed_rounds(batches, place)
+            return
+        step = self.batches_per_round
+        cursor = self.cursor
+        bring_forward = self.gradient_state._bring_forward
+        if last is None:
+            for batch, is_last in marking_last(batches):
+                batch, self.partial_round = self._unmarked(batch, is_last)
+                if is_last:
+                    self._mark_last(self.partial_round)
+                cursor.batches += step
+                bring_forward(self)
+                yield batch if place is None else place(batch)
+            return
+        for index, batch in enumerate(batches):
+            if index == last:
+                self._mark_last(self._partial_last_round())
+            cursor.batches += step
+            bring_forward(self)
+            yield batch if place is None else place(batch)
+
+    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self._note_state()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _last_index(self) -> int | None:
+        """Return the index of the last batch, where the length can be trusted.
+
+        Elsewhere a batch is read ahead to find out. That is avoided where possible because reading ahead draws random
+        numbers (augmentation) earlier than the plain loader would.
+        """
+        if self.shard is not None:
+            trusted = sized_sampler(self.shard.batch_sampler) is not None
+            return self.shard.num_rounds_from(self._start) - 1 if trusted else None
+        if sized_sampler(self.batches) is not None:
+            return len(self.index_source) - self._index_place(self._start) - 1
+        return None
+
+    def _own_place(self) -> int:
+        return 0 if self.shard is None else self.shard.process_index
+
+    def _partial_last_round(self) -> PartialRound | None:
+        shard = self.shard
+        if shard is None:
+            if self.num_processes > 1 or isinstance(self.dataset, IterableDataset):
+                return None  # counted elsewhere: by the ranks together, or by the stream itself
+            real = self.remainder if self._last_index() is not None else self.index_source.length_of_last_batch
+            return self._partial_round(real) if 0 < real < self.total_batch_size else None
+        counted = shard.real_samples_in_last_round(self._start)
+        if counted is None:
+            counted = shard.counted_in_last_round  # by iterating
+        if counted is None or not shard.takes_part_in_last_round(self._start):
+            return None
+        return self._partial_round(counted)
+
+    def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
+        """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
+        if isinstance(batch, BatchOfLastRound):
+            return batch.batch, self._partial_round(batch.num_real)
+        if self.data_makes_batches:
+            return batch, self._partial_round(self.total_batch_size)
+        return batch, self._partial_last_round() if is_last else None
+
+    def _agreed_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
+        """Go on until every rank is at its end: a rank that is there repeats its last batch, which counts nothing.
+
+        The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
+        """
+        self._own_samples_left = _real_samples_of(self.get_sampler())
+        if self._own_samples_left is not None:
+            consumed = self._index_place(self._start) * (self.base_batch_size or 1)
+            self._own_samples_left = max(0, self._own_samples_left - consumed)
+        upcoming = next(batches, None)
+        here = upcoming
+        more = self._tell_each_other(upcoming)
+        while any(more):
+            counts, here = more, (upcoming if upcoming is not None else here)
+            if here is None:
+                raise ValueError(
+                    "This rank has no data of its own while others have: give every rank at least one sample, or let "
+                    "the library divide the data."
+                )
+            upcoming = next(batches, None)
+            more = self._tell_each_other(upcoming)
+            full = max(counts)
+            alike = all(count == full for count in counts)
+            rows = find_batch_size(here) or 1
+            uneven = PartialRound(counts=counts, full=full, rows=rows, uneven=True, group=self.group)
+            partial = None if alike else uneven
+            self.partial_round = partial
+            if not any(more):
+                self._mark_last(partial)
+            self.cursor.batches += self.batches_per_round
+            self.gradient_state._bring_forward(self)
+            yield here if place is None else place(here)
+
+    def _tell_each_other(self, batch: Any) -> list[int]:
+        """Return the number of samples in every rank's next batch; 0 at its end."""
+        mine = 0 if batch is None else (find_batch_size(batch) or 1)
+        if self._own_samples_left is not None:
+            mine = min(mine, self._own_samples_left)
+            self._own_samples_left -= mine
+        counts = [mine]
+        if self.num_processes > 1:
+            tensor = torch.tensor([mine], device=self.device or "cpu")
+            gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+            dist.all_gather(gathered, tensor, group=self.group)
+            counts = [int(count) for count in gathered]
+        return counts
+
+
+def _shard_in(options: dict[str, Any]) -> BatchSamplerShard | None:
+    found = options.get("batch_sampler") if options.get("batch_sampler") is not None else options.get("sampler")
+    if isinstance(found, SkipBatchSampler):
+        found = found.batch_sampler
+    return found if isinstance(found, BatchSamplerShard) else None
+
+
+def _real_samples_of(sampler: Any) -> int | None:
+    """Return how many samples a `DistributedSampler` has for its rank before it repeats some; None for others."""
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""Iterable data: every process reads it and keeps its share; the last, incomplete round says so itself."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from ...runtime.loop.progress import progress
+from ..order.sharding import filled
+
+
+@dataclass
+class SampleOfLastRound:
+    """A sample of an incomplete round, with the number of real samples in that round."""
+
+    sample: Any
+    num_real: int
+
+
+@dataclass
+class BatchOfLastRound:
+    """A batch of an incomplete round, with the number of real samples in that round."""
+
+    batch: Any
+    num_real: int
+
+    def pin_memory(self) -> BatchOfLastRound:
+        """Pin the batch inside, as the loader's pinning thread asks for."""
+        return BatchOfLastRound(pin_memory(self.batch), self.num_real)  # type: ignore[no-untyped-call]
+
+
+class TellingCollate:
+    """Collate samples, and carry the mark of an incomplete round past the user's own collate function."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate a list of samples, or convert a single one."""
+        first = samples[0] if isinstance(samples, list) and samples else samples
+        if not isinstance(first, SampleOfLastRound):
+            return self.collate_fn(samples)
+        plain = [marked.sample for marked in samples] if isinstance(samples, list) else samples.sample
+        return BatchOfLastRound(self.collate_fn(plain), first.num_real)
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process, out of those of an iterable data set that every process reads.
+
+    The last, incomplete round is filled up with the first samples unless `drop_last`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches=True cuts each batch into equal parts: the batch size ({batch_size}) needs to be a "
+                f"round multiple of the number of processes ({num_processes})."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.fills_last_round = True
+        self.samples_to_skip = 0
+        self.rng_while_skipping: torch.Tensor | None = None
+        """State of torch's generator when the epoch began, for data that is drawn from it."""
+        self.tells_last_round = False
+        """Yield the samples of an incomplete round as `SampleOfLastRound`."""
+        self.keeps_states = False
+        """Keep the data set's own state from before every round that was read."""
+        self.states: deque[Any] = deque(maxlen=1)
+
+    @property
+    def has_state(self) -> bool:
+        """Tell whether the data set keeps a state of its own."""
+        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+
+    def begin(self, *, keep_states: bool) -> None:
+        """Forget what an earlier iteration left behind."""
+        self.keeps_states = keep_states
+        self.states.clear()
+        self.samples_to_skip = 0
+        self.rng_while_skipping = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch on to the data set."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        total = len(self.dataset)
+        if not self.fills_last_round and not self.drop_last:
+            return total
+        rounds = total // self.round_size if self.drop_last else -(-total // self.round_size)
+        return rounds * self.share
+
+    @property
+    def share(self) -> int:
+        """Return the samples of one process in a full round."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    @property
+    def round_size(self) -> int:
+        """Return the samples of all processes in a full round."""
+        return self.share * self.num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = slice(self.process_index * self.share, (self.process_index + 1) * self.share)
+        head: list[Any] = []
+        samples = iter(self.dataset)
+        if self.samples_to_skip:
+            head = self._read_on(samples)
+        while True:
+            if self.keeps_states:
+                self.states.append(copy.deepcopy(self.dataset.state_dict()))
+            gathered = list(islice(samples, self.round_size))
+            if not gathered:
+                return
+            head = head if len(head) >= self.round_size else head + gathered
+            if len(gathered) == self.round_size:
+                yield from gathered[mine]
+                continue
+            if self.drop_last:
+                return
+            num_real = len(gathered)
+            last = filled(gathered, head, self.round_size) if self.fills_last_round else gathered
+            for sample in last[mine]:
+                yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
+            return
+
+    def _read_on(self, samples: Iterator[Any]) -> list[Any]:
+        """Read the samples before the position; return the first round of them, which fills up the last one."""
+        skip, self.samples_to_skip = self.samples_to_skip, 0
+        rng, self.rng_while_skipping = self.rng_while_skipping, None
+        head: list[Any] = []
+        before = torch.get_rng_state()
+        if rng is not None:
+            torch.set_rng_state(rng)
+        for _ in progress(range(skip), "Reading on to the position of the resumed run", unit="samples"):
+            sample = next(samples, None)
+            if len(head) < self.round_size:
+                head.append(sample)
+        if rng is not None:
+            torch.set_rng_state(before)
+        return head

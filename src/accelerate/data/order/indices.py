@@ -1,0 +1,82 @@
+"""Indices that can begin anywhere: what seeking in map-style data rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from .orders import OrderKeeper, sized_sampler
+from .sharding import BatchSamplerShard
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches."""
+
+    def __init__(self, batch_sampler: Iterable[list[Any]], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """Return the sampler of the wrapped batch sampler, if it has one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    @property
+    def total_length(self) -> int:
+        """Return the number of batches before skipping."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches)
+
+
+class IndexSource:
+    """What the plain loader draws indices from: a batch sampler (or sampler) that can begin anywhere.
+
+    It is one object for the life of the loader, because persistent workers keep it between epochs.
+    """
+
+    def __init__(self, samples: Any, keeper: OrderKeeper) -> None:
+        self.samples = samples
+        self.keeper = keeper
+        self.start = 0
+        self.key: dict[str, Any] | None = None
+        """What the next epoch's order is to be drawn from; None to draw a new one."""
+        self.length_of_last_batch = 0
+        """Samples of the batch that was drawn last, from a batch sampler that is only known by iterating."""
+        self._drawn: Iterator[Any] | None = None
+
+    def draw_first(self) -> None:
+        """Draw the first indices now, so that whatever is random about the order is drawn now."""
+        indices = self._indices()
+        first = next(indices, None)
+        self._drawn = iter(()) if first is None else chain([first], indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield indices; nothing is taken before the first is asked for: loaders with workers call `iter` twice."""
+        drawn, self._drawn = self._drawn, None
+        yield from self._indices() if drawn is None else drawn
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _indices(self) -> Iterator[Any]:
+        """Begin the epoch's order when the first indices are asked for, as the plain loader does."""
+        start, key, self.start, self.key = self.start, self.key, 0, None
+        self.keeper.begin_epoch(key)
+        if isinstance(self.samples, BatchSamplerShard):
+            yield from self.samples.iterate_from(start)
+        elif sized_sampler(self.samples) is not None:
+            yield from BatchSamplerShard(self.samples, 1, 0, even_batches=False).iterate_from(start)
+        else:
+            for indices in islice(iter(self.samples), start, None):
+                self.length_of_last_batch = len(indices) if isinstance(indices, Sized) else 0
+                yield indices

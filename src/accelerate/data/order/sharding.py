@@ -1,0 +1,222 @@
+"""Which samples are mine: a global order cut into equal rounds, one part of each round per process.
+
+A round is what all processes consume in one step: `num_processes` batches, or one batch cut into `num_processes` pieces
+with `split_batches`. With `even_batches` the last round is filled up from the beginning of the order; how many of its
+samples are real is what `real_samples_in_last_round` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler
+
+from .orders import Order, read_order, sized_sampler
+
+_BLOCK = 4096  # samples whose positions are computed together
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process, out of those of a global batch sampler."""
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[list[Any]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.counted_in_last_round: int | None = None
+        """Real samples of the last round, known once a custom batch sampler was read to its end."""
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ValueError(
+                f"split_batches=True cuts batches into equal parts: the batch size ({self.batch_size}) needs to be a "
+                f"round multiple of the number of processes ({num_processes})."
+            )
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """Return the sampler of the global batch sampler, if it has one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Return the number of global batches."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    @property
+    def batches_per_round(self) -> int:
+        """Return how many global batches one step consumes."""
+        return 1 if self.split_batches else self.num_processes
+
+    @property
+    def share(self) -> int:
+        """Return the samples of one process in a full round."""
+        assert self.batch_size is not None
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def __len__(self) -> int:
+        return self.num_rounds_from(0)
+
+    def num_rounds_from(self, start: int) -> int:
+        """Return how many batches this process gets, beginning with global batch `start`."""
+        num_samples = self._num_samples()
+        if num_samples is not None and self.batch_size is not None:
+            return self._num_rounds(num_samples - start * self.batch_size)
+        if self.split_batches:
+            return max(0, self.total_length - start)
+        whole, rest = divmod(max(0, self.total_length - start), self.num_processes)
+        if self.drop_last or rest == 0:
+            return whole
+        return whole + 1 if self.even_batches or self.process_index < rest else whole
+
+    def _num_samples(self) -> int | None:
+        """Return the samples of an epoch, unless a custom batch sampler makes another number of batches of them."""
+        if self.batch_size is None or not hasattr(self.sampler, "__len__"):
+            return None
+        if not hasattr(self.batch_sampler, "__len__"):
+            return None
+        if sized_sampler(self.batch_sampler) is None:
+            whole, rest = divmod(len(self.sampler), self.batch_size)
+            if self.total_length != whole + (rest > 0 and not self.drop_last):
+                return None
+        return len(self.sampler)
+
+    def real_samples_in_last_round(self, start: int) -> int | None:
+        """Return how many samples of the last round are no filling; None where only iterating tells."""
+        num_samples = self._num_samples()
+        if num_samples is None or self.batch_size is None:
+            return None
+        round_size = self.share * self.num_processes
+        remaining = num_samples - start * self.batch_size
+        return round_size if self.drop_last else (remaining % round_size or round_size)
+
+    def takes_part_in_last_round(self, start: int) -> bool:
+        """Tell whether this process has a batch in the last round; without `even_batches` some may not."""
+        if self.even_batches or self.drop_last:
+            return True
+        real = self.real_samples_in_last_round(start)
+        return real is not None and real > self.process_index * self.share
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, start: int) -> Iterator[list[Any]]:
+        """Yield this process's batches, beginning with global batch `start`."""
+        self.counted_in_last_round = None
+        sampler = sized_sampler(self.batch_sampler)
+        if sampler is not None:  # drawn with the first batch, where the plain loader draws its random numbers too
+            yield from self._by_position(read_order(sampler), start)
+        elif self.split_batches:
+            yield from self._split_stream(start)
+        else:
+            yield from self._dealt_stream(start)
+
+    def _num_rounds(self, num_samples: int) -> int:
+        round_size = self.share * self.num_processes
+        if self.drop_last:
+            return max(0, num_samples // round_size)
+        if self.even_batches:
+            return max(0, -(-num_samples // round_size))
+        mine = num_samples - self.process_index * self.share  # samples from my first one on
+        return max(0, -(-mine // round_size))
+
+    def _by_position(self, order: Order, start: int) -> Iterator[list[Any]]:
+        """Read the samples [first + k * round_size, + share) of the order, for every round k."""
+        assert self.batch_size is not None
+        share, total = self.share, len(order)
+        round_size = share * self.num_processes
+        first = start * self.batch_size + self.process_index * share
+        num_rounds = self._num_rounds(total - start * self.batch_size)
+        samples_of_a_round = np.arange(first, first + share)
+        rounds_per_block = max(1, _BLOCK // share)
+        for begin in range(0, num_rounds, rounds_per_block):
+            rounds = np.arange(begin, min(begin + rounds_per_block, num_rounds))
+            positions = samples_of_a_round + rounds[:, None] * round_size
+            cut = share
+            if positions[-1, -1] >= total:  # the last round is not full
+                if not self.even_batches:
+                    cut = int((positions[-1] < total).sum())
+                positions %= total
+            batches = order.at(positions.reshape(-1)).reshape(positions.shape).tolist()
+            if cut < share:
+                batches[-1] = batches[-1][:cut]
+            if rounds[-1] == num_rounds - 1:
+                yield from batches[:-1]
+                order.finish()
+                yield batches[-1]
+            else:
+                yield from batches
+
+    # A custom batch sampler is only known by iterating over it.
+
+    def _dealt_stream(self, start: int) -> Iterator[list[Any]]:
+        head: list[list[Any]] = []  # the batches of the first round, to fill up the last
+        held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
+        dealt: list[list[Any]] = []
+        for index, batch in enumerate(self.batch_sampler):
+            if index < self.num_processes:
+                head.append(batch)
+            if index < start:
+                continue
+            dealt.append(batch)
+            if len(dealt) == self.num_processes:
+                if held:
+                    yield held[self.process_index]
+                held, dealt = dealt, []
+        if dealt and held:
+            yield held[self.process_index]
+        yield from self._last_round(dealt or held, head)
+
+    def _last_round(self, batches: list[list[Any]], head: list[list[Any]]) -> Iterator[list[Any]]:
+        complete = len(batches) == self.num_processes
+        full = self.batch_size is None or all(len(batch) >= self.batch_size for batch in batches)
+        if not full or not complete:
+            self.counted_in_last_round = sum(map(len, batches))
+        if complete and (full or not self.even_batches):
+            yield batches[self.process_index]
+        elif self.drop_last or not batches:
+            return
+        elif not self.even_batches:
+            if self.process_index < len(batches):
+                yield batches[self.process_index]
+        elif self.batch_size is None:  # nobody knows how long a batch should be: those without one get a whole one
+            yield filled(batches, head, self.num_processes)[self.process_index]
+        else:
+            yield self._my_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
+
+    def _split_stream(self, start: int) -> Iterator[list[Any]]:
+        head: list[Any] = []
+        for index, batch in enumerate(self.batch_sampler):
+            head = head or list(batch)
+            if index < start:
+                continue
+            if len(batch) != self.batch_size:
+                if self.drop_last:
+                    continue
+                self.counted_in_last_round = len(batch)
+                if self.even_batches:
+                    assert self.batch_size is not None
+                    batch = filled(batch, head, self.batch_size)
+            mine = self._my_share(batch)
+            if mine:
+                yield mine
+
+    def _my_share(self, samples: list[Any]) -> list[Any]:
+        return samples[self.process_index * self.share : (self.process_index + 1) * self.share]
+
+
+def filled(samples: Any, head: list[Any], size: int) -> list[Any]:
+    """Fill up to `size` by repeating the first samples, or the first batches."""
+    return list(islice(chain(samples, cycle(head)), size))

@@ -1,0 +1,1 @@
+"""Estimate the memory of a model from its definition. Start with `estimate`."""

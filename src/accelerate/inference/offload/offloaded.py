@@ -1,0 +1,109 @@
+"""Looking at weights that are away: brought for a moment, or gathered into a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensors import Device, named_module_tensors, set_module_tensor_to_device
+from .hooks import AlignDevicesHook, SequentialHook
+from .mapping import is_mapped
+
+
+def _align_hook(module: nn.Module) -> AlignDevicesHook | None:
+    hook = getattr(module, "_hf_hook", None)
+    for one in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
+        if isinstance(one, AlignDevicesHook) and one.offload:
+            return one
+    return None
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Tell whether the module's own weights are away until its forward pass."""
+    return _align_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have a module's own weights on a device inside the block; what is written to offloaded ones is kept."""
+    hook = _align_hook(module)
+    if hook is not None:
+        before = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        hook.pre_forward(module)
+        try:
+            yield
+            _keep_changes(hook, module)
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+    elif execution_device is not None:
+        devices = {name: tensor.device for name, tensor in named_module_tensors(module)}
+        for name in devices:
+            set_module_tensor_to_device(module, name, execution_device)
+        try:
+            yield
+        finally:
+            for name, device in devices.items():
+                set_module_tensor_to_device(module, name, device)
+    else:
+        yield
+
+
+def _keep_changes(hook: AlignDevicesHook, module: nn.Module) -> None:
+    """Write weights that are in memory back to where the hook finds them; files are not changed."""
+    for name, tensor in named_module_tensors(module, hook.offload_buffers, hook.place_submodules, True):
+        stored: Any = hook.weights_map.get(name) if hook.weights_map is not None else None
+        if not isinstance(stored, Tensor) or is_mapped(stored) or tensor.is_meta:
+            continue
+        if stored.data_ptr() != tensor.data_ptr() and stored.shape == tensor.shape:
+            with torch.no_grad():
+                stored.detach().copy_(tensor.detach())
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict of the whole model on the CPU, where offloaded weights are as they are stored."""
+    state: dict[str, Tensor] = {}
+    skipped = set(get_skipped(model))
+    for path, module in model.named_modules(remove_duplicate=False):
+        dot = f"{path}." if path else ""
+        hook = _align_hook(module)
+        for name, tensor in named_module_tensors(module, remove_non_persistent=True):
+            if dot + name in skipped:
+                continue
+            state[dot + name] = tensor.detach()
+        if hook is not None and hook.weights_map is not None:
+            for name, tensor in named_module_tensors(module, True, hook.place_submodules, True):
+                if tensor.is_meta:
+                    stored = hook.weights_map[name]
+                    state[dot + name] = stored.detach() if tensor.dtype == stored.dtype else stored.to(tensor.dtype)
+    order = [name for name in model.state_dict() if name in state]
+    return {name: state[name].cpu() if not state[name].is_meta else state[name] for name in order}
+
+
+def get_skipped(model: nn.Module) -> list[str]:
+    """Return names that a model leaves out of its state dict by its own will."""
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device = "cpu",
+) -> dict[str, Any]:
+    """Replace the entry of one tensor in a state dict by its values, with the module's weights brought for it."""
+    root = module_name.rpartition(".")[0]
+    dot = f"{root}." if root else ""
+    if not has_offloaded_params(module):
+        return state_dict
+    with align_module_device(module, device_to_put_offload):
+        for key, value in module.state_dict().items():
+            if dot + key in state_dict:
+                state_dict[dot + key] = value
+    return state_dict

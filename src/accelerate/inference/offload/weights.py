@@ -1,0 +1,289 @@
+"""Weights that are not in the model: files on disk, read in place, and state dicts.
+
+Two kinds of files are read. A folder of `.dat` files, one per weight, has an `index.json` with their dtypes and shapes.
+A safetensors file is used where it is; the index then names it: `{"safetensors_file": ..., "weight_name": ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.formats import codec
+from ...runtime.devices.device import is_cpu
+from ..tensors import proper_dtype
+from .mapping import MappedFile, let_go, read_into
+
+Index = dict[str, dict[str, Any]]
+INDEX = "index.json"
+_LONGEST_HEADER = 100_000_000
+
+_SAFETENSORS_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+}  # fmt: skip
+
+
+class TensorFile:
+    """A file with many tensors; each is read only when it is asked for."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> TensorFile:
+        """Open a safetensors file, or one of torch's."""
+        return SafetensorsFile(path) if Path(path).suffix == ".safetensors" else TorchFile(path)
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors."""
+        raise NotImplementedError
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor that is read when it is used."""
+        raise NotImplementedError
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy a tensor to where it is wanted, and keep nothing of it."""
+        source = self.view(name)
+        with torch.no_grad():
+            target.detach().copy_(source)
+        let_go(source)
+
+
+class SafetensorsFile(TensorFile):
+    """A safetensors file: eight bytes with the length of a JSON header, the header, the numbers."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                if length > min(size, _LONGEST_HEADER):
+                    raise ValueError
+                header: dict[str, Any] = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+            except (ValueError, AttributeError):
+                raise ValueError(f"{self.path} has no safetensors header, or is incomplete.") from None
+        self._start = 8 + length
+        self._header = header
+        self._file = MappedFile(self.path)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= size - self._start:
+                raise ValueError(f"{self.path} is incomplete: {name} should be at bytes {first} to {last}.")
+
+    def names(self) -> list[str]:
+        """Return the names in the order of the file."""
+        return sorted(self._header, key=lambda name: int(self._header[name]["data_offsets"][0]))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        code = self._header[name]["dtype"]
+        found = getattr(torch, _SAFETENSORS_DTYPES.get(code, ""), None)
+        if found is None:
+            raise ValueError(f"{self.path} holds {name} in {code}, a dtype that this version of torch does not have.")
+        return found  # type: ignore[no-any-return]
+
+    def view(self, name: str) -> Tensor:
+        """Return a window onto the file."""
+        entry = self._header[name]
+        return self._file.tensor(self.dtype(name), entry["shape"], self._start + entry["data_offsets"][0])
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Read straight into a tensor of the CPU that has the same dtype; others get a copy."""
+        is_same = target.dtype == self.dtype(name) and target.is_contiguous() and is_cpu(target.device)
+        if is_same and list(target.shape) == self._header[name]["shape"]:
+            read_into(self.path, self._start + self._header[name]["data_offsets"][0], target)
+        else:
+            super().read_into(name, target)
+
+
+class TorchFile(TensorFile):
+    """A file of `torch.save`, mapped if its format allows it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        try:
+            self._state: dict[str, Tensor] = codec.read(self.path, mmap=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            self._state = codec.read(self.path)
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors."""
+        return [name for name, value in self._state.items() if isinstance(value, Tensor)]
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor of the file."""
+        return self._state[name]
+
+
+# --- The folder of .dat files -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Write beside a file and then take its name, because a model may still read the old one through its mapping."""
+    draft = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Any = None) -> Any:
+    """Write one weight into a folder, and note its dtype and shape in the index, which is returned."""
+    folder = Path(offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = weight.detach().cpu().contiguous()
+    with _replaced(folder / f"{weight_name}.dat") as draft:
+        raw = data.reshape(-1).view(torch.uint8) if data.numel() else data
+        raw.numpy().tofile(draft)
+    if index is not None:
+        index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """Return a weight of such a folder, mapped: it is read when it is used, and writing to it changes no file."""
+    return MappedFile(weight_file).tensor(proper_dtype(weight_info["dtype"]), weight_info["shape"])
+
+
+def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Write the index of a folder; what an earlier one says of other weights is kept."""
+    if not index:
+        return
+    write_index(read_index(offload_folder) | dict(index), offload_folder)
+
+
+def read_index(folder: str | os.PathLike[str]) -> Index:
+    """Return the index of a folder, empty if there is none."""
+    path = Path(folder) / INDEX
+    found: Index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def write_index(index: Index, folder: str | os.PathLike[str]) -> None:
+    """Write the index of a folder, and forget what it said before."""
+    with _replaced(Path(folder) / INDEX) as draft:
+        draft.write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write the weights of a state dict into a folder, with their index."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: Index = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a state dict that belong to some modules."""
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(key == name or key.startswith(f"{name}." if name else "") for name in submodule_names)
+    }
+
+
+# --- What hooks read from ---------------------------------------------------------------------------------------------
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """The weights of one module, by the names that it uses itself."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self.dataset if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, Any]):
+    """Weights by name, from a state dict in memory, a folder, or safetensors files that an index names.
+
+    Files are mapped once. A tied weight may be stored under one of its names only: `aliases` leads from the others.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Give a state_dict, a save_folder, or an index: there is nowhere to load weights from.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            path = Path(save_folder) / INDEX
+            if not path.is_file():
+                raise FileNotFoundError(f"{save_folder} has no {INDEX}, so it holds no offloaded weights.")
+            index = json.loads(path.read_text(encoding="utf-8"))
+        self.index: Mapping[str, Any] = {} if index is None else index
+        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
+        self.device = device
+        self.aliases: dict[str, str] = {}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._views: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        found = self.stored(key)
+        return found if self.device is None or key in self.state_dict else found.to(self.device)
+
+    def stored(self, key: str) -> Tensor:
+        """Return a weight where it is stored: in memory, or mapped."""
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key not in self.index and key in self.aliases:
+            return self.stored(self.aliases[key])
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._mapped(key, self.index[key])
+        return view
+
+    def _mapped(self, key: str, info: Mapping[str, Any]) -> Tensor:
+        if "safetensors_file" not in info:
+            if self.save_folder is None:
+                raise ValueError(f"The index lists {key} without a safetensors_file: give the save_folder of its file.")
+            return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
+        path = str(info["safetensors_file"])
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = SafetensorsFile(path)
+        found = file.view(info.get("weight_name", key))
+        return found.to(proper_dtype(info["dtype"])) if "dtype" in info else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def load_offloaded_weights(model: Any, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Put the weights of a folder into a model, on the CPU."""
+    from ..tensors import set_module_tensor_to_device
+
+    for name, info in (index or {}).items():
+        value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info).clone()
+        set_module_tensor_to_device(model, name, "cpu", value=value)

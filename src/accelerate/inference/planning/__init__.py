@@ -1,0 +1,1 @@
+"""Sizes of modules, and device maps that keep within a budget. Start with `device_map`."""

@@ -1,0 +1,1 @@
+"""Other machines: batch systems, host files, addresses, checks before the start. Start with `preflight`."""

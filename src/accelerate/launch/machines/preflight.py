@@ -1,0 +1,255 @@
+"""Before torch is imported: make sure that every machine reaches machine 0 and that they agree on what to start.
+
+Machine 0 listens on the rendezvous port itself and calls the roll; the others report there. A machine that cannot be
+reached is named within seconds, instead of after the rendezvous' fifteen minutes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from ...errors import LaunchError
+from ..say import say
+from .cluster import host_names
+from .network import is_here
+
+SECONDS_UNTIL_UNREACHABLE = 15.0
+SECONDS_PER_ATTEMPT = 5.0
+SECONDS_BETWEEN_NOTICES = 20.0
+SECONDS_TO_WAIT = 900.0
+"""As long as torchelastic's own rendezvous waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one machine says about itself."""
+
+    machine_rank: int
+    num_machines: int
+    processes_here: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.machine_rank} ({self.host})"
+
+    def encode(self) -> bytes:
+        """Write it as a line."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: str) -> Report:
+        """Read what `encode` wrote; raise ValueError for anything else."""
+        try:
+            said = json.loads(line)
+            numbers = {name: int(said[name]) for name in ("machine_rank", "num_machines", "processes_here")}
+            return cls(host=str(said["host"]), **numbers)
+        except (KeyError, TypeError) as error:
+            raise ValueError(line) from error
+
+
+def check_port(port: int) -> None:
+    """Raise if the port that machine 0 was told to use is taken."""
+    try:
+        _listen(port).close()
+    except OSError as error:
+        raise LaunchError(
+            f"Port {port} on this machine ({socket.gethostname()}) cannot be used: {error.strerror}. Another run may "
+            f"hold it (`ss -ltnp 'sport = :{port}'` says who). Choose another --main_process_port; on a single machine "
+            "leave it out, and a free one is chosen."
+        ) from error
+
+
+def call_the_roll(own: Report, address: str, port: int, hosts: str | None) -> None:
+    """Return when all machines have met; raise when one can never come."""
+    if own.machine_rank == 0:
+        check_port(port)
+        _Roll(own, address, port, hosts).call()
+    else:
+        _report(own, address, port)
+
+
+def reach(address: str, port: int) -> None:
+    """Return when something listens at the address; raise if its machine cannot be reached."""
+    _connect(address, port, time.monotonic()).close()
+
+
+class _Roll:
+    """Machine 0's side: who has come, on which connection."""
+
+    def __init__(self, own: Report, address: str, port: int, hosts: str | None) -> None:
+        self._own = own
+        self._place = f"{address}:{port}"
+        self._names = host_names(hosts) if hosts else []
+        self._port = port
+        self._here = is_here(address)
+        self._arrived: dict[int, tuple[socket.socket, Report]] = {}
+
+    def call(self) -> None:
+        started = time.monotonic()
+        next_notice = started + SECONDS_BETWEEN_NOTICES
+        with _listen(self._port) as server:
+            server.settimeout(0.2)
+            while self._missing():
+                seconds = time.monotonic() - started
+                if seconds > SECONDS_TO_WAIT:
+                    self._end(f"The machines did not meet: {self._who_is_missing(seconds)}")
+                if started + seconds > next_notice:
+                    next_notice += SECONDS_BETWEEN_NOTICES
+                    say(self._who_is_missing(seconds))
+                try:
+                    link, _ = server.accept()
+                except TimeoutError:
+                    continue
+                self._welcome(link)
+            self._answer({"go": True})
+
+    def _missing(self) -> list[int]:
+        """Return who is not here, after forgetting those who came and went."""
+        self._arrived = {rank: (link, said) for rank, (link, said) in self._arrived.items() if _is_open(link)}
+        return [rank for rank in range(1, self._own.num_machines) if rank not in self._arrived]
+
+    def _welcome(self, link: socket.socket) -> None:
+        link.settimeout(SECONDS_PER_ATTEMPT)
+        try:
+            said = Report.decode(_line(link))
+        except (OSError, ValueError):  # somebody else knocked
+            link.close()
+            return
+        objection = self._objection_to(said)
+        if objection is not None:
+            self._end(f"The machines do not agree: {objection}", link)
+        self._arrived[said.machine_rank] = (link, said)
+
+    def _objection_to(self, said: Report) -> str | None:
+        self._missing()
+        other = self._own if said.machine_rank == 0 else self._arrived.get(said.machine_rank, (None, None))[1]
+        if other is not None:
+            both = f"{other.host} and {said.host}"
+            return f"two machines say they are machine {said.machine_rank}: {both}. Check --machine_rank."
+        for field, name in {"num_machines": "machines", "processes_here": "processes per machine"}.items():
+            ours, theirs = getattr(self._own, field), getattr(said, field)
+            if ours != theirs:
+                return (
+                    f"machine {self._own} was started for {ours} {name}, machine {said} for {theirs}. Check "
+                    "--num_machines and --num_processes (of all machines together)."
+                )
+        return None
+
+    def _end(self, reason: str, *more: socket.socket) -> NoReturn:
+        """Tell everybody who is here, and give up."""
+        self._answer({"objection": reason}, *more)
+        raise LaunchError(reason)
+
+    def _answer(self, answer: dict[str, object], *more: socket.socket) -> None:
+        for link in (*(link for link, _ in self._arrived.values()), *more):
+            with link:
+                try:
+                    link.sendall(json.dumps(answer).encode() + b"\n")
+                except OSError:  # it went in this moment: torch's rendezvous will tell
+                    continue
+
+    def _who_is_missing(self, seconds: float) -> str:
+        missing = [f"{rank} ({self._names[rank]})" if self._names else str(rank) for rank in self._missing()]
+        present = [str(self._own), *(str(said) for _, (_, said) in sorted(self._arrived.items()))]
+        wrong = "" if self._here else f" Note that {self._place} is not an address of this machine."
+        return (
+            f"after {seconds:.0f} s nothing was heard from machine {', '.join(missing)}; present: "
+            f"{', '.join(present)}. It must reach {self._place}, and run the same launch with its own "
+            f"--machine_rank.{wrong}"
+        )
+
+
+def _report(own: Report, address: str, port: int) -> None:
+    """Report to machine 0 and wait for its word; report again if it was started anew meanwhile."""
+    started = time.monotonic()
+    next_notice = started + SECONDS_BETWEEN_NOTICES
+    while True:
+        with _connect(address, port, started) as link:
+            link.settimeout(SECONDS_TO_WAIT)
+            try:
+                link.sendall(own.encode())
+                answer = json.loads(_line(link))
+            except (OSError, ValueError):
+                answer = {}
+        if "objection" in answer:
+            raise LaunchError(str(answer["objection"]))
+        if "go" in answer:
+            return
+        now = time.monotonic()
+        if now - started > SECONDS_TO_WAIT:
+            raise LaunchError(f"The program at {address}:{port} never accepted this machine ({own}).")
+        if now > next_notice:
+            next_notice = now + SECONDS_BETWEEN_NOTICES
+            say(
+                f"a program listens at {address}:{port}, but it does not accept machine {own}: the run there has "
+                "begun without it, or the port belongs to another program (choose another --main_process_port)."
+            )
+        time.sleep(1.0)
+
+
+def _connect(address: str, port: int, started: float) -> socket.socket:
+    """Connect; wait while the machine answers but nobody listens yet, give up when it does not answer."""
+    next_notice = started + SECONDS_BETWEEN_NOTICES
+    silent_since: float | None = None
+    while True:
+        before = time.monotonic()
+        try:
+            return socket.create_connection((address, port), timeout=SECONDS_PER_ATTEMPT)
+        except OSError as error:
+            now = time.monotonic()
+            refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
+            silent_since = None if refused else (silent_since or before)
+            if silent_since is not None and now - silent_since > SECONDS_UNTIL_UNREACHABLE:
+                raise LaunchError(
+                    f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, where machine 0 is to be "
+                    f"met: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
+                ) from error
+            if now - started > SECONDS_TO_WAIT:
+                raise LaunchError(f"Nobody listened on {address}:{port} for {SECONDS_TO_WAIT:.0f} s.") from error
+            if refused and now > next_notice:
+                next_notice = now + SECONDS_BETWEEN_NOTICES
+                say(
+                    f"{address} answers, but nobody listens on port {port} yet ({now - started:.0f} s): is the launch "
+                    "running on machine 0, with this --main_process_port?"
+                )
+            time.sleep(0.2)
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "the name is unknown"
+    return "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen on every address of this machine, the old kind and the new."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+
+
+def _line(link: socket.socket) -> str:
+    received = b""
+    while not received.endswith(b"\n") and len(received) < 65536:
+        part = link.recv(4096)
+        if not part:
+            break
+        received += part
+    return received.decode()
+
+
+def _is_open(link: socket.socket) -> bool:
+    link.setblocking(False)
+    try:
+        return link.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        link.settimeout(SECONDS_PER_ATTEMPT)

@@ -1,0 +1,1 @@
+"""Launch a Python function instead of a script. Start with `launcher`."""

@@ -1,0 +1,392 @@
+"""Launch a function from Python: on the processes of a notebook, or on a laptop with a debugger in one rank."""
+
+from __future__ import annotations
+
+import bdb
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from ...config.environment import export_settings, patch_environment, read_setting
+from ...config.plugins.handlers import InitProcessGroupKwargs
+from ...config.settings import check_precision
+from ...errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
+from ...runtime.group.forks import keep_inheritances
+from ...runtime.group.process import ProcessInfo
+from ..devices import count_accelerators
+from ..machines.preflight import check_port
+from ..processes.signals import ENDING, handlers_kept
+from ..say import quieted
+from .task import Task, let_the_watcher_explain, reset_signals, run_task
+
+if TYPE_CHECKING:
+    from .failures import WorkerFailedError
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+# [Note: where workers meet]
+# torch's static rendezvous has two faults. Its port has to be chosen before it is bound, and somebody may take it in
+# between; and its store outlives the workers, so that restarted ones find the addresses of those they replace and hang.
+# On one host the c10d rendezvous binds whatever port is free; with restarts, its workers bring a store of their own.
+
+_LOOPBACK = "127.0.0.1"
+_PUBLISHED_PORT = "29500"
+_PATIENCE = timedelta(days=1)
+_LOGS_OF_FAILURES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_HANDLED_SIGNALS = ",".join(number.name for number in ENDING)
+# torch asks NVML for the number of devices then, instead of initialising CUDA, after which no process can fork.
+_COUNT_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = _PUBLISHED_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    start_method: str | None = None,
+) -> Any:
+    """Run `function(*args)` on several processes and return what rank 0 returned.
+
+    `num_processes` counts those of this host: one per accelerator unless given, one without accelerators. A single
+    process is this one. The workers are forked, so that they have the function and the notebook's data; where an
+    accelerator is in use here already, a fork cannot use it and they are spawned (`start_method` chooses; spawning
+    needs cloudpickle). On one host the port is a free one; with `num_nodes` every host calls this with its `node_rank`,
+    and the hosts that do not run rank 0 get None.
+    """
+    check_precision(mixed_precision, "notebook_launcher(mixed_precision=...)")
+    _check_call("notebook_launcher", args, num_processes)
+    _refuse_nesting("notebook_launcher")
+    if num_processes is None:
+        with patch_environment(**_COUNT_WITHOUT_CUDA):
+            num_processes = (0 if read_setting("cpu") else count_accelerators()) or 1
+    with patch_environment(**export_settings({"mixed_precision": mixed_precision})):
+        if num_processes * num_nodes == 1:
+            return _call_here(function, args)
+        _refuse_existing_state("notebook_launcher")
+        method = _start_method(start_method, _accelerator_in_use())
+        address = master_addr if num_nodes > 1 else _LOOPBACK
+        rendezvous = {"rank": node_rank}
+        if rdzv_backend == "static" and (num_nodes == 1 or max_restarts):
+            rdzv_backend, rendezvous = "c10d", {"is_host": node_rank == 0}  # [Note: where workers meet]
+        with _new_task(function, args, method, log_line_prefix_template) as task:
+            _run_elastic(
+                task,
+                nproc_per_node=num_processes,
+                min_nodes=num_nodes,
+                max_nodes=num_nodes,
+                local_addr=_LOOPBACK if num_nodes == 1 else None,
+                rdzv_backend=rdzv_backend,
+                rdzv_endpoint=rdzv_endpoint or f"{address}:{_port(use_port, num_nodes)}",
+                rdzv_configs=rendezvous | (rdzv_conf or {}),
+                run_id=rdzv_id,
+                max_restarts=max_restarts,
+                monitor_interval=monitor_interval,
+            )
+            return task.result()
+
+
+def debug_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int = 2,
+    *,
+    debug_rank: int | None = None,
+) -> Any:
+    """Run `function(*args)` on several CPU processes of this host and return what rank 0 returned.
+
+    With `debug_rank` that rank is the calling process itself, so that `breakpoint()`, pdb and an IDE work there as in
+    any program: the other ranks pass by breakpoints and wait for it, for a day if need be.
+    """
+    _check_call("debug_launcher", args, num_processes)
+    if debug_rank is not None and not 0 <= debug_rank < num_processes:
+        raise ValueError(f"debug_rank={debug_rank} is none of the ranks 0 to {num_processes - 1}.")
+    _refuse_nesting("debug_launcher")
+    with patch_environment(**export_settings({"cpu": True})):
+        if num_processes == 1:
+            return _call_here(function, args)
+        _refuse_existing_state("debug_launcher")
+        with _new_task(function, args, _start_method(None, None)) as task:
+            if debug_rank is not None:
+                return _run_among_peers(task, num_processes, debug_rank)
+            _run_elastic(
+                task,
+                nproc_per_node=num_processes,
+                min_nodes=1,
+                max_nodes=1,
+                local_addr=_LOOPBACK,
+                rdzv_backend="c10d",
+                rdzv_endpoint=f"{_LOOPBACK}:0",
+                run_id="debug_launcher",
+                max_restarts=0,
+            )
+            return task.result()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _check_call(launcher: str, args: Sequence[Any], num_processes: int | None) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"{launcher}() takes args as a tuple, such as args=({args!r},), not {type(args).__name__}.")
+    if num_processes is not None and num_processes < 1:
+        raise ValueError(f"{launcher}() needs num_processes to be 1 or more, not {num_processes}.")
+
+
+def _refuse_nesting(launcher: str) -> None:
+    here = ProcessInfo.from_environment()
+    if here.world_size > 1 or read_setting("fork_launched"):
+        raise RuntimeConflictError(
+            f"{launcher}() was called in rank {here.rank} of {here.world_size} processes that "
+            f"{here.launcher or 'another launcher'} has started: every one of them would launch processes of its own. "
+            "Call the function itself here, or start this program with plain python."
+        )
+
+
+def _refuse_existing_state(launcher: str) -> None:
+    """Refuse to launch what would be captured by the function, and would quietly train alone in every worker."""
+    import torch.distributed as dist
+
+    from ...runtime.group.runtime import Runtime
+
+    found = None
+    if Runtime.existing() is not None:
+        found = "An Accelerator or a PartialState exists"
+    elif dist.is_available() and dist.is_initialized():
+        found = "A process group is open"
+    if found is not None:
+        raise RuntimeConflictError(
+            f"{found} in this process already, so {launcher}() cannot start others: they would inherit it and run "
+            "as the only process. The `Accelerator` should only be initialized inside your training "
+            "function: restart the kernel (or call PartialState._reset_state()) before launching again."
+        )
+
+
+# --- how processes are started ----------------------------------------------------------------------------------------
+
+
+def _accelerator_in_use() -> str | None:
+    """Return the kind of accelerator that this process has initialised, or may have: it cannot be used after a fork."""
+    import torch
+
+    from ...runtime.devices.device import accelerator_type, device_module
+
+    with patch_environment(**_COUNT_WITHOUT_CUDA):
+        kind = accelerator_type()
+    if kind is None:
+        return None
+    is_initialized = getattr(device_module(torch.device(kind)), "is_initialized", None)
+    return kind if is_initialized is None or is_initialized() else None
+
+
+def _start_method(requested: str | None, accelerator_in_use: str | None) -> str:
+    if requested not in (None, "fork", "spawn"):
+        raise ValueError(f'start_method={requested!r} is unknown: choose "fork" or "spawn", or leave it out.')
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    why_not = None if can_fork else "this system has no fork"
+    if accelerator_in_use is not None:
+        why_not = f"{accelerator_in_use} is in use in this process, and a forked process could not use it"
+    if requested == "fork" and why_not is not None:
+        raise RuntimeConflictError(
+            f'start_method="fork" is not possible: {why_not}. Restart the kernel and touch the accelerator only inside '
+            'the launched function, or use start_method="spawn".'
+        )
+    chosen = requested or ("fork" if why_not is None else "spawn")
+    if chosen == "spawn" and find_spec("cloudpickle") is None:
+        raise UnsupportedSettingError(
+            'start_method="spawn"',
+            f"{'it was asked for' if why_not is None else why_not}, and spawned processes get the function by "
+            "cloudpickle, which is not installed.",
+            "Run `pip install cloudpickle`, or restart the kernel and touch the accelerator only inside the function.",
+        )
+    return chosen
+
+
+def _port(use_port: str | int, num_nodes: int) -> int:
+    """Return the port to meet at. On one host, where nobody else has to know, 0 is any that is free."""
+    if num_nodes == 1:
+        if str(use_port) == _PUBLISHED_PORT:
+            return 0
+        try:
+            check_port(int(use_port))
+        except LaunchError:
+            return 0
+    return int(use_port)
+
+
+@contextmanager
+def _new_task(
+    function: Callable[..., Any], args: Sequence[Any], start_method: str, line_prefix: str | None = None
+) -> Iterator[Task]:
+    if start_method == "fork":
+        keep_inheritances()
+    with TemporaryDirectory(prefix="accelerate-launch-") as directory:
+        yield Task(
+            function=function,
+            args=tuple(args),
+            directory=Path(directory),
+            start_method=start_method,
+            line_prefix=line_prefix,
+        )
+
+
+@contextmanager
+def _nobody_left_behind() -> Iterator[None]:
+    """End the processes that were started inside, if the block is left by an error or an impatient Ctrl-C."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+            child.join()
+        raise
+
+
+# --- where the function runs ------------------------------------------------------------------------------------------
+
+
+def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Run the function in this process, and leave the process as it was."""
+    from ...runtime.group.runtime import Runtime
+
+    existed = Runtime.existing() is not None
+    try:
+        return function(*args)
+    finally:
+        if not existed:
+            Runtime.reset()
+
+
+def _run_elastic(task: Task, **launch: Any) -> None:
+    """Run a task on workers that torchelastic starts, watches and ends."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_SIGNALS, **_COUNT_WITHOUT_CUDA}
+    if launch["max_restarts"]:
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: where workers meet]
+    ended_by = None
+    with (
+        patch_environment(**variables),
+        handlers_kept(),
+        _nobody_left_behind(),
+        nullcontext() if launch["max_restarts"] else quieted(*_LOGS_OF_FAILURES),  # a restart should be seen
+    ):
+        config = LaunchConfig(
+            start_method=task.start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=str(task.directory / "logs")),
+            **launch,
+        )
+        try:
+            elastic_launch(config, run_task)(task)
+        except ChildFailedError as error:
+            failure = task.failure({rank: seen.exitcode for rank, seen in error.failures.items()})
+            if failure is None:
+                raise _unexplained(error) from error
+            failure.failures = error.failures
+            raise failure from None  # torch names whom it saw end first, often a victim: kept as `__context__`
+        except SignalException as signalled:
+            ended_by = signalled
+    if ended_by is not None:
+        signal.raise_signal(ended_by.sigval)  # now to whoever handled it before: Ctrl-C is a KeyboardInterrupt again
+        raise ended_by
+
+
+def _unexplained(error: Any) -> WorkerFailedError:
+    from .failures import WorkerFailedError
+
+    rank, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        reason = f"exit code {failure.exitcode} and no exception"
+    else:
+        killed = failure.signal_name() == "SIGKILL"
+        reason = failure.signal_name() + (", as when memory runs out" if killed else "")
+    unexplained = WorkerFailedError(rank, reason)
+    unexplained.failures = error.failures
+    return unexplained
+
+
+def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
+    """Be one rank of a task in this process, while the other ranks run in processes of their own."""
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    from ...runtime.group.runtime import Runtime
+    from .failures import WorkerFailedError
+
+    excepthook = sys.excepthook
+    ranks = [rank for rank in range(num_processes) if rank != debug_rank]
+    world = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+    with patch_environment(**world), _nobody_left_behind(), quieted(*_LOGS_OF_FAILURES):
+        peers = start_processes(  # type: ignore[no-untyped-call]
+            _be_a_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
+        )
+        sys.excepthook = _say_nothing  # the error is raised here
+        try:
+            with patch_environment(RANK=debug_rank, LOCAL_RANK=debug_rank):
+                result = _call_patiently(task)
+        except Exception as error:
+            failure = task.failure()
+            if failure is None:
+                let_the_watcher_explain(error)
+            raise error from (failure or error.__cause__)
+        finally:
+            Runtime.reset()
+            sys.excepthook = excepthook  # opening a process group put the rank in front of every line
+        try:
+            while not peers.join():
+                pass
+        except ProcessException as error:
+            raise task.failure() or WorkerFailedError(ranks[error.error_index], error.msg) from error
+        return result if debug_rank == 0 else task.result()
+
+
+def _say_nothing(*_: Any) -> None:
+    """Be the hook for uncaught errors of a process whose errors are shown elsewhere."""
+
+
+def _be_a_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
+    """Be one of the ranks beside the debugged one, and out of the debugger's way."""
+    reset_signals(on_interrupt=signal.SIG_DFL)
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # Ctrl-C at the debugger's prompt is not meant for this process
+    sys.breakpointhook = _pass_by
+    if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
+        sys.settrace(None)
+    with patch_environment(RANK=ranks[index], LOCAL_RANK=ranks[index]):
+        replace(task, function=_call_patiently, args=(task,)).run()
+
+
+def _pass_by(*args: Any, **kwargs: Any) -> None:
+    """Be the breakpoint of a rank that nobody debugs."""
+
+
+def _call_patiently(task: Task) -> Any:
+    """Call the function with a process group that waits for a rank in the debugger."""
+    from ...runtime.group.runtime import Runtime
+
+    meeting_place = (task.directory / "meeting_place").as_uri()
+    options = InitProcessGroupKwargs(init_method=meeting_place, timeout=_PATIENCE)
+    Runtime.start(cpu=True, init_handler=options).barrier()  # nobody may leave while others still come
+    return task.function(*task.args)

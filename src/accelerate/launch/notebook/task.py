@@ -1,0 +1,236 @@
+"""A Python function on its way to worker processes: what runs there and what comes back."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from string import Template
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...config.environment import export_settings, patch_environment, read
+from ...runtime.group.process import ProcessInfo
+from ..processes.signals import answer_with
+from ..processes.worker import TOLD, ending_by
+
+if TYPE_CHECKING:
+    from .failures import WorkerFailedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A function, its arguments, and the directory where the workers leave what came of it.
+
+    A forked worker shares the notebook's memory and answers with plain pickle, so that a class of the notebook is
+    the same class when it comes back. A spawned worker knows nothing: cloudpickle carries the code itself, both ways.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    directory: Path
+    start_method: str
+    line_prefix: str | None = None
+
+    @property
+    def forked(self) -> bool:
+        """Tell whether workers share this process's memory, as it was at the start."""
+        return self.start_method == "fork"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        carried = import_module("cloudpickle").dumps((self.function, self.args))
+        return _unpacked, (carried, self.directory, self.start_method, self.line_prefix)
+
+    def run(self) -> None:
+        """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
+        import torch
+
+        if self.forked:
+            atexit._clear()  # of the parent, whose temporary folders they delete; the watcher may run them
+        here = ProcessInfo.from_environment()
+        _print_whole_lines(self._line_prefix_of(here))
+        if self.forked or read("OMP_NUM_THREADS") is None:
+            torch.set_num_threads(1)  # OpenMP's threads did not survive the fork; and N workers share the cores
+        # The watcher calls it with the error of a thread that does not come back. The launcher shows the error.
+        sys.excepthook = lambda kind, error, trace: self._leave_failure(here.rank, error)
+        try:
+            with patch_environment(**export_settings({"fork_launched": self.forked or None})):
+                result = self._call()
+            if here.rank == 0:
+                (self.directory / "result").write_bytes(self._packed(result))
+        except (Exception, SystemExit) as error:
+            self._leave_failure(here.rank, error)
+            if isinstance(error, Exception):
+                let_the_watcher_explain(error)
+            if hasattr(error, TOLD):
+                self._leave_failure(here.rank, error)
+            raise
+        leave_the_others()
+
+    def _line_prefix_of(self, here: ProcessInfo) -> str | None:
+        if self.line_prefix is None:
+            return None
+        return Template(self.line_prefix).safe_substitute(
+            role_name=read("ROLE_NAME") or "", rank=here.rank, local_rank=here.local_rank
+        )
+
+    def _call(self) -> Any:
+        try:
+            return self.function(*self.args)
+        except SystemExit as ending:
+            if ending.code not in (None, 0):
+                raise
+            return None
+
+    def _packed(self, result: Any) -> bytes:
+        try:
+            return bytes((pickle if self.forked else import_module("cloudpickle")).dumps(result))
+        except Exception as error:
+            raise TypeError(
+                f"the function's result, of type {type(result).__qualname__}, cannot be sent back to the notebook "
+                f"({error}): return numbers, tensors or a state_dict, or save it to a file."
+            ) from error
+
+    def _leave_failure(self, rank: int, error: BaseException) -> None:
+        attempt = int(read("TORCHELASTIC_RESTART_COUNT") or 0)
+        trace = error.__traceback__
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            trace = trace.tb_next  # the traceback begins at the launched function
+        failure = {
+            "attempt": attempt,
+            "rank": rank,
+            "record": ending_by(error),
+            "details": "".join(traceback.format_exception(type(error), error, _without_watcher(trace))).strip(),
+        }
+        draft = self.directory / f"{attempt}-{rank}.draft"
+        draft.write_text(json.dumps(failure))
+        draft.rename(draft.with_suffix(".failure"))  # whole or not there: the launcher may be ending this worker
+
+    def result(self) -> Any:
+        """Return what rank 0 returned; None on a host that does not run rank 0."""
+        path = self.directory / "result"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def failure(self, exit_codes: Mapping[int, int] | None = None) -> WorkerFailedError | None:
+        """Return the failure that ended the last attempt: the others are its consequences.
+
+        `exit_codes` says by rank how workers ended, as far as that is known: one that was killed has left nothing here,
+        and if it was the first, nothing is returned.
+        """
+        left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
+        if not left:
+            return None
+        from ..verdict import Ending, judge
+        from .failures import WorkerFailedError
+
+        last = max(failure["attempt"] for failure in left)
+        failures = {failure["rank"]: failure for failure in left if failure["attempt"] == last}
+        codes = {**(exit_codes or {}), **dict.fromkeys(failures, 1)}
+        endings = [
+            Ending(rank=rank, local_rank=rank, exit_code=code, record=failures.get(rank, {}).get("record"))
+            for rank, code in codes.items()
+        ]
+        first = judge(endings, out_of_memory=False).culprit
+        if first.record is None:
+            return None
+        return WorkerFailedError(first.rank, first.record["text"], failures[first.rank]["details"], told=first.told)
+
+
+def let_the_watcher_explain(error: Exception) -> None:
+    """Hand an error to the watcher, which stands at `sys.excepthook`: it knows why a connection was lost."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def leave_the_others() -> None:
+    """Leave the process group as a script does at its end: torch lets no worker end before all of them are done.
+
+    A rank that still waits for this one is then told that it has left, and not that it is busy.
+    """
+    from ...runtime.group.runtime import Runtime
+
+    running = Runtime.existing()
+    if running is not None:
+        running.leave_group(together=True)
+
+
+def run_task(task: Task) -> None:
+    """Run a task in a worker that torchelastic started."""
+    interrupted = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    reset_signals(interrupt)
+    task.run()
+    if interrupted.is_set():
+        raise KeyboardInterrupt  # the function has dealt with it, but nobody waits for its result any more
+
+
+def reset_signals(on_interrupt: Any) -> None:
+    """Undo the launcher's handlers, which a fork inherits: SIGTERM has to end a worker inside a collective too."""
+    answer_with(signal.SIG_DFL)
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def _print_whole_lines(prefix: str | None) -> None:
+    """Print by the line, so that the lines of two ranks are not torn apart and none is lost with its process."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if prefix is None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, write_through=False)
+        elif stream is not None:  # a notebook's stream passes on every piece of a line at once
+            setattr(sys, name, _WholeLines(stream, prefix or ""))
+
+
+class _WholeLines:
+    """A stream that passes whole lines on."""
+
+    def __init__(self, stream: Any, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take text; pass on what is complete."""
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what there is: a progress bar ends no line."""
+        if self._line:
+            self._stream.write(self._prefix + self._line)
+            self._line = ""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _unpacked(carried: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
+    function, args = pickle.loads(carried)
+    return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
+
+
+def _without_watcher(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the watcher, which stands in for `sys.exit`."""
+    watcher = Path(__file__).parents[2] / "watch" / "hangs"
+    kept = []
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).parent != watcher:
+            kept.append(trace)
+        trace = trace.tb_next
+    for each in reversed(kept):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace

@@ -1,0 +1,1 @@
+"""Start, supervise and end the processes of this machine. Start with `run`."""

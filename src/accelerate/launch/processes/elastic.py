@@ -1,0 +1,373 @@
+"""Many processes, by torchelastic. The only module of this package that imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from ...errors import START_ME_AGAIN, LaunchError
+from ..machines.failure_exchange import SECONDS_TO_HEAR, News
+from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
+from ..say import quieted, say
+from ..verdict import Ending, judge
+from .guard import Guard
+from .signals import answer_with, answered_by
+
+SECONDS_FOR_OTHERS_TO_FAIL = 2.0
+"""After the first failure, so that ranks which fail by themselves can say so."""
+SECONDS_FOR_COLLATERAL_TO_END = 8
+SECONDS_FOR_OTHER_MACHINES_TO_END = 300
+LONGEST_TEXT_FOR_OTHERS = 8000
+SECONDS_AFTER_ONE_GAVE_UP = 5
+
+
+class PortTaken(Exception):
+    """Say that somebody else listens on the port, so that another one can be tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What torchelastic needs to know."""
+
+    command: tuple[str, ...]
+    processes_here: int
+    min_machines: int
+    max_machines: int
+    machine_rank: int
+    address: str
+    port: int
+    backend: str
+    rendezvous_settings: dict[str, str]
+    local_address: str | None
+    run_id: str
+    role: str
+    max_restarts: int
+    monitor_interval: float
+    grace_period: float
+    log_dir: Path
+    tee: str
+    redirects: str
+    line_prefix: str
+    debug: bool
+    is_meeting_place: bool = False
+    """The machines meet here: the store is in this process."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every machine was given its number beforehand."""
+        return self.backend == "static"
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How the processes of this machine ended."""
+
+    endings: list[Ending] = field(default_factory=list)
+    attempts: int = 1
+    signal: int | None = None
+    """The signal that asked the launcher to end, if one did."""
+    machine_rank: int = 0
+    """As the machines agreed, where they may come and go."""
+
+    @property
+    def asks_for_a_start(self) -> bool:
+        """Whether the processes saved and left, to be started again."""
+        codes = {ending.exit_code for ending in self.endings}
+        return START_ME_AGAIN in codes and codes <= {0, START_ME_AGAIN}
+
+    @property
+    def failed(self) -> bool:
+        """Whether any process did not end well."""
+        return any(ending.failed for ending in self.endings)
+
+
+def run(job: Job, guard: Guard) -> Outcome:
+    """Run the processes of this machine until they end."""
+    agent = Agent(job, guard)
+    # What torchelastic says about a failure is said better, and once, by the verdict.
+    quiet = nullcontext() if job.debug else quieted("torch.distributed.elastic")
+    try:
+        with quiet, answered_by(agent.on_signal):
+            agent.run()
+    except SignalException:
+        pass
+    except (RendezvousError, DistError) as error:
+        if "address already in use" in str(error).lower():
+            raise PortTaken from error
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise LaunchError(
+            f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
+            "that machine still running? The run cannot continue without it."
+        ) from error
+    finally:
+        if agent.news is not None:
+            if agent.outcome.failed:  # Slurm ends all when the first one has left, but a verdict is due
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            agent.news.leave_together()
+        agent.rendezvous.shutdown()
+    return agent.outcome
+
+
+class _StoreForEveryAttempt(StaticTCPRendezvous):
+    """torch's static rendezvous, with a new store on a new port for the processes of every attempt.
+
+    torch hands them the same one again, where they find the addresses of processes that have ended, and wait.
+    """
+
+    attempts = 0
+    use_agent_store = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        met = super().next_rendezvous()
+        self.attempts += 1
+        store = PrefixStore(f"attempt_{self.attempts}", met.store)
+        place = RendezvousStoreInfo.build(met.rank, store, local_addr=self.master_addr)
+        return RendezvousInfo(store, met.rank, met.world_size, place)
+
+
+class Agent(LocalElasticAgent):
+    """torchelastic's agent, which notes how every rank ended and gives them time to."""
+
+    def __init__(self, job: Job, guard: Guard) -> None:
+        self.job = job
+        self.guard = guard
+        self.outcome = Outcome()
+        self.news: News | None = None
+        self._deadline: float | None = None
+        self.rendezvous = self._make_rendezvous()
+        spec = WorkerSpec(
+            role=job.role,
+            local_world_size=job.processes_here,
+            entrypoint=job.command[0],
+            args=job.command[1:],
+            rdzv_handler=self.rendezvous,
+            max_restarts=job.max_restarts,
+            monitor_interval=job.monitor_interval,
+            local_addr=job.local_address,
+        )
+        logs = DefaultLogsSpecs(
+            log_dir=str(job.log_dir), redirects=Std.from_str(job.redirects), tee=Std.from_str(job.tee)
+        )
+        super().__init__(
+            spec, logs, exit_barrier_timeout=SECONDS_FOR_OTHER_MACHINES_TO_END, log_line_prefix_template=job.line_prefix
+        )
+
+    def _make_rendezvous(self) -> RendezvousHandler:
+        job = self.job
+        settings: dict[str, Any] = {"timeout": int(SECONDS_TO_WAIT)} | job.rendezvous_settings
+        if job.is_static:
+            settings["rank"] = job.machine_rank
+        if job.is_static and job.max_restarts > 0:
+            return _StoreForEveryAttempt(
+                job.address, job.port, job.machine_rank, job.max_machines, job.run_id, int(settings["timeout"])
+            )
+        # torch recognises its own machine by a loopback address, but not by every name and address it has.
+        is_local = job.is_meeting_place and not job.is_static
+        return rendezvous.get_rendezvous_handler(
+            RendezvousParameters(
+                backend=job.backend,
+                endpoint=f"{'127.0.0.1' if is_local else job.address}:{job.port}",
+                run_id=job.run_id,
+                min_nodes=job.min_machines,
+                max_nodes=job.max_machines,
+                local_addr=job.local_address,
+                **settings,
+            )
+        )
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Hand a signal to the processes and give them time; on the second one, end them."""
+        if not self._living():
+            raise SystemExit(128 + number)
+        if self.outcome.signal is None:
+            self.outcome.signal = number
+            self._deadline = time.monotonic() + self.job.grace_period
+            self._send(number)
+            again = "; press Ctrl-C again to end them now" if number == signal.SIGINT else ""
+            say(
+                f"{signal.Signals(number).name}: the processes have {self.job.grace_period:g} s to save and end{again}."
+            )
+        else:
+            self._send(signal.SIGKILL)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self.job.is_static and self.job.max_machines > 1:
+            answer_with(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
+        if self.news is not None:
+            self.news.tell(None)  # so that nobody goes on listening to the attempt before
+            self.news = None
+        with self._notice_of_a_long_wait():
+            super()._rendezvous(worker_group)
+        found: Any = worker_group  # torch's annotations say that its numbers are None
+        self.outcome.machine_rank = found.group_rank
+        if found.group_world_size > 1 and News.can_travel(found.store):
+            self.news = News(found.store, found.group_world_size)
+
+    @contextmanager
+    def _notice_of_a_long_wait(self) -> Iterator[None]:
+        least, most = self.job.min_machines, self.job.max_machines
+        wanted = f"{most}" if least == most else f"{least} to {most}"
+        place = f"{self.job.address}:{self.job.port}"
+        sentence = (
+            f"for {SECONDS_BETWEEN_NOTICES:.0f} s this machine has waited at {place} for others; {wanted} are wanted."
+        )
+        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, say, [sentence])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines, which may need the store, in a way that hears signals and failures."""
+        if self.news is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            return
+        self.news.done()
+        self.news.wait(SECONDS_FOR_OTHER_MACHINES_TO_END)
+        self._note_culprit_elsewhere()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        answer_with(self.on_signal)  # torch has just put its own handlers there
+        self.guard.look_after(pids.values())
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        still_running: set[int] = set()
+        lost_elsewhere = self.news is not None and self.news.culprit is not None
+        if self.outcome.signal is not None:
+            self._remaining_restarts = 0
+            self._wait_for_everyone()
+            self._note_endings(worker_group)
+            self._tell_other_machines()
+        elif START_ME_AGAIN in self._exit_codes().values():
+            self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
+            self._deadline = time.monotonic() + self.job.grace_period
+            self._wait_for_everyone()
+        elif lost_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
+            self._wait_for_failures()
+            self._note_endings(worker_group)
+            self._tell_other_machines()
+            still_running = self._end_the_rest()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if not self._living():
+            self._note_endings(worker_group, still_running)
+            self._note_culprit_elsewhere()
+        return RunResult(state=WorkerState.FAILED) if lost_elsewhere else result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.outcome.failed:
+            left = self._remaining_restarts
+            verdict = judge(self.outcome.endings, out_of_memory=False)
+            lost = " (it lost another machine)" if verdict.elsewhere else ""
+            say(f"{verdict.headline}{lost}; restarting ({left} more after this).")
+            self.outcome.attempts += 1
+        else:
+            say("the number of machines changed; restarting with the new number.")
+        self.outcome.endings.clear()
+        super()._restart_workers(worker_group)
+
+    def _wait_for_everyone(self) -> None:
+        assert self._deadline is not None
+        deadline = self._deadline
+        while self._living() and time.monotonic() < deadline:
+            codes = self._exit_codes().values()
+            if deadline == self._deadline and any(code not in (None, 0, START_ME_AGAIN) for code in codes):
+                # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
+                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_ONE_GAVE_UP)
+            time.sleep(0.05)
+        self._send(signal.SIGKILL)
+
+    def _wait_for_failures(self) -> None:
+        """Let others fail by themselves for a moment."""
+        until = time.monotonic() + SECONDS_FOR_OTHERS_TO_FAIL
+        while self._living() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _end_the_rest(self) -> set[int]:
+        """End the ranks that still run, and return them."""
+        living = set(self._living())
+        if living:
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGTERM, SECONDS_FOR_COLLATERAL_TO_END)
+        return living
+
+    def _note_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
+        assert self._pcontext is not None
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self.outcome.endings = [
+            Ending.read(
+                rank=ranks[local_rank],
+                local_rank=local_rank,
+                exit_code=code or 0,
+                error_file=self._pcontext.error_files[local_rank],
+                ended_by_launcher=local_rank in ended_by_launcher,
+            )
+            for local_rank, code in self._exit_codes().items()
+        ]
+
+    def _tell_other_machines(self) -> None:
+        """Say who failed here, or wait for a moment to hear it where all ranks here only lost their peers."""
+        if self.news is None or not self.outcome.failed:
+            return
+        verdict = judge(self.outcome.endings, out_of_memory=False)
+        if verdict.elsewhere:
+            if self.outcome.signal is None:
+                self.news.wait(SECONDS_TO_HEAR)
+            return
+        culprit = verdict.culprit
+        if culprit.record is not None:
+            culprit = replace(
+                culprit, record=culprit.record | {"text": culprit.record["text"][:LONGEST_TEXT_FOR_OTHERS]}
+            )
+        machine = f"machine {self.outcome.machine_rank} ({socket.gethostname()})"
+        self.news.tell(asdict(replace(culprit, machine=machine, crash=culprit.crash[:LONGEST_TEXT_FOR_OTHERS])))
+
+    def _note_culprit_elsewhere(self) -> None:
+        if self.news is not None and self.news.culprit is not None:
+            culprit = Ending(**self.news.culprit)
+            if culprit.rank not in (ending.rank for ending in self.outcome.endings):
+                self.outcome.endings.append(culprit)
+
+    def _processes(self) -> dict[int, Any]:
+        context = self._pcontext
+        if not isinstance(context, SubprocessContext):
+            return {}
+        return {local_rank: handler.proc for local_rank, handler in context.subprocess_handlers.items()}
+
+    def _exit_codes(self) -> dict[int, int | None]:
+        return {local_rank: process.poll() for local_rank, process in self._processes().items()}
+
+    def _living(self) -> list[int]:
+        return [local_rank for local_rank, code in self._exit_codes().items() if code is None]
+
+    def _send(self, number: int) -> None:
+        for local_rank in self._living():
+            with suppress(ProcessLookupError):
+                os.killpg(self._processes()[local_rank].pid, number)

@@ -1,0 +1,72 @@
+"""Carry out a plan: by one command, which may be the batch system's own starter, or by torchelastic."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+from ...config import environment
+from ...config.launch.settings import LaunchSettings
+from ..plan import Plan, command_of
+from .signals import answered_by
+
+
+def carry_out(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
+    """Run the plan and return the exit code of the launch.
+
+    A plan that is one command takes the place of this process with `replace_process`: nobody stands between it and
+    the terminal. A caller who wants to go on afterwards has it run as a child.
+    """
+    if plan.way == "elastic":
+        from .supervise import supervise
+
+        return supervise(settings, plan)
+    command, variables = _command(settings, plan), os.environ | plan.variables
+    sys.stdout.flush()
+    try:
+        if replace_process:
+            os.execvpe(command[0], command, variables)
+        return _run(command, variables)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{command[0]} is not on the PATH: {plan.way} cannot be used to start.") from error
+
+
+def _run(command: list[str], variables: Mapping[str, str]) -> int:
+    """Run a command as a child and return its exit code as a shell does; signals that ask to end are for the child."""
+    child = subprocess.Popen(command, env=variables)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal sends that one to both
+            child.send_signal(number)
+
+    with answered_by(hand_on):
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
+    command = command_of(settings, plan.script, recorded=False)
+    if plan.way == "mpirun":
+        total = str(plan.num_processes)
+        command = ["mpirun", "--hostfile", str(settings.mpirun_hostfile), "-np", total, *_exported(plan), *command]
+    elif plan.way == "srun":
+        # The same launch once per machine; Slurm then tells each which one it is.
+        machines = str(plan.num_machines)
+        command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+        command += ["launch", *settings.as_words(), *plan.script]
+    return command
+
+
+def _all_accelerators() -> list[str]:
+    """Undo `--gpus-per-task`, by which each launcher would get the accelerators of one process."""
+    number = environment.read("SLURM_GPUS_ON_NODE") if environment.read("SLURM_GPUS_PER_TASK") else None
+    return [f"--gpus-per-node={number}"] if number else []
+
+
+def _exported(plan: Plan) -> list[str]:
+    return [word for name in plan.variables for word in ("-x", name)]

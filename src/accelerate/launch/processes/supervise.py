@@ -1,0 +1,151 @@
+"""Many processes: meet the other machines, let torchelastic run, and say how it ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...config.environment import FOUND_BY_CHECK, patch_environment, read
+from ...config.launch.settings import LaunchSettings
+from ...errors import START_ME_AGAIN, LaunchError
+from ..machines import preflight
+from ..machines.network import is_here, local_address_towards
+from ..plan import Plan, command_of
+from ..say import say
+from ..verdict import judge, panel
+from .guard import Guard
+from .signals import answered_by, leave_at_once
+from .worker import LAUNCHER
+
+if TYPE_CHECKING:
+    from .elastic import Outcome
+
+
+def supervise(settings: LaunchSettings, plan: Plan) -> int:
+    """Run the processes of this machine by torchelastic, say the verdict, and return the exit code."""
+    with answered_by(leave_at_once):
+        guard = Guard()  # starts while the machines meet and torch is imported
+        _meet(plan)
+        # When a machine is lost, the launcher says so; torch's own store would print its C++ stack.
+        silence = {} if settings.debug else {"TORCH_CPP_LOG_LEVEL": read("TORCH_CPP_LOG_LEVEL") or "ERROR"}
+        with patch_environment(**silence):
+            from . import elastic  # noqa: F401
+    kept = Path(settings.log_dir).expanduser() if settings.log_dir else None
+    folder = kept or Path(tempfile.mkdtemp(prefix="accelerate_"))
+    kills_before = _out_of_memory_kills()
+    variables = plan.variables | {LAUNCHER: str(os.getpid())}
+    if plan.backend != "static":
+        # With the shared store, torch's agents do not recover from the loss of a peer.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        with patch_environment(**variables):
+            outcome = _run(settings, plan, folder, guard)
+        if outcome.asks_for_a_start:
+            say(f"the processes saved and left, to be started again (exit code {START_ME_AGAIN}).")
+            return START_ME_AGAIN
+        if outcome.signal is not None:
+            return 128 + outcome.signal if outcome.failed else 0
+        if not outcome.failed:
+            return 0
+        verdict = judge(outcome.endings, out_of_memory=_out_of_memory_kills() > kills_before)
+        if settings.check and verdict.exit_code == FOUND_BY_CHECK and verdict.culprit.signal_name is None:
+            return FOUND_BY_CHECK  # what was found has been printed
+        if settings.quiet:
+            say(verdict.headline)
+        else:
+            drawn = panel(
+                verdict,
+                machine_rank=outcome.machine_rank,
+                num_machines=plan.num_machines,
+                logs=str(kept) if kept else None,
+                attempts=outcome.attempts,
+            )
+            print(drawn, file=sys.stderr, flush=True)
+        return verdict.exit_code
+    finally:
+        if kept is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meet(plan: Plan) -> None:
+    """Make sure that the machines can meet, before anything that takes long."""
+    if plan.num_machines == 1:
+        if not plan.port_is_free:
+            preflight.check_port(plan.port)
+    elif plan.backend == "static":
+        own = preflight.Report(
+            machine_rank=plan.machine_rank,
+            num_machines=plan.num_machines,
+            processes_here=plan.processes_here,
+            host=socket.gethostname(),
+        )
+        preflight.call_the_roll(own, plan.address, plan.port, plan.hosts)
+    elif not is_here(plan.address):
+        preflight.reach(plan.address, plan.port)
+
+
+def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Outcome:
+    from . import elastic
+
+    several = plan.num_machines > 1
+    tee, redirects = settings.tee, settings.redirects
+    if settings.log_dir and tee == redirects == "0":
+        tee, redirects = ("0:3" if plan.machine_rank == 0 else "0"), "3"
+    job = elastic.Job(
+        command=tuple(command_of(settings, plan.script, recorded=True)),
+        processes_here=plan.processes_here,
+        min_machines=plan.min_machines,
+        max_machines=plan.num_machines,
+        machine_rank=plan.machine_rank,
+        address=plan.address,
+        port=plan.port,
+        backend=plan.backend,
+        rendezvous_settings=_rendezvous_settings(settings),
+        local_address=local_address_towards(plan.address) if several else "127.0.0.1",
+        run_id=_run_id(plan),
+        role=settings.role,
+        max_restarts=settings.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        grace_period=settings.grace_period,
+        log_dir=folder,
+        tee=tee,
+        redirects=redirects,
+        line_prefix=f"[{socket.gethostname()} rank ${{rank}}] " if several else "[rank ${rank}] ",
+        debug=settings.debug,
+        is_meeting_place=plan.machine_rank == 0 if plan.backend == "static" else is_here(plan.address),
+    )
+    try:
+        return elastic.run(job, guard)
+    except elastic.PortTaken:
+        if not plan.port_is_free:
+            raise LaunchError(
+                f"Port {plan.port} was taken while the run started: choose another --main_process_port."
+            ) from None
+        return _run(settings, plan.on_another_port(), folder, guard)
+
+
+def _rendezvous_settings(settings: LaunchSettings) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in settings.rdzv_conf.split(",") if pair.strip()]
+    if any(not separator for _, separator, _ in pairs):
+        raise ValueError(f"--rdzv_conf {settings.rdzv_conf!r} cannot be read: write key=value,key=value.")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _run_id(plan: Plan) -> str:
+    """Return a name that all machines of this run share."""
+    return uuid.uuid4().hex[:8] if plan.num_machines == 1 else f"accelerate-{plan.port}"
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    try:
+        counters = Path("/proc/vmstat").read_text().split()
+    except OSError:
+        return 0
+    return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0

@@ -1,0 +1,1 @@
+"""The script that `accelerate test` launches. Start with `script`."""

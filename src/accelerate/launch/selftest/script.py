@@ -1,0 +1,265 @@
+"""`accelerate test`: show that this machine does, on these processes, what training needs.
+
+    accelerate launch -m accelerate.launch.selftest
+
+Every process runs the checks of `checks.py` one after the other; rank 0 prints what came of them. A rank that fails a
+check leaves the process group, which frees those who wait for it, and all meet in a new one for the next check. What
+came of a check travels by a store beside the group, so that it arrives also when the group is broken.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import platform
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ... import __version__
+from ...config.environment import patch_environment, read
+from ...runtime.group.process import ProcessInfo
+from .checks import CHECKS, Check, UnexpectedResult
+from .speed import FACTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...accelerator import Accelerator
+
+TIME_LIMIT = timedelta(seconds=60)
+_PATIENCE = 1.5 * TIME_LIMIT
+_FAILURES_TOLD = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one check on one rank."""
+
+    rank: int
+    passed: bool
+    text: str
+    """The evidence, or the reason."""
+    seconds: float
+    ended: float
+    """When, by the rank's clock: the first failure explains the others."""
+
+
+class Bench:
+    """The processes under test, from the view of one of them."""
+
+    def __init__(self) -> None:
+        from ...accelerator import Accelerator
+        from ...config.plugins.handlers import InitProcessGroupKwargs
+
+        self.accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIME_LIMIT)])
+        self.rank = self.accelerator.process_index
+        self.device = self.accelerator.device
+        self.world_size = self.accelerator.num_processes
+        self.ranks = range(self.world_size)
+        self.store = self._open_store()
+        self.num_groups = 1
+
+    def _open_store(self) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from ...runtime.collectives.operations import broadcast_object_list
+
+        place = self.accelerator.state._runtime.process.meeting_place()
+        host = (urlsplit(place).hostname if place is not None else read("MASTER_ADDR")) or "127.0.0.1"
+        options: dict[str, Any] = {"timeout": _PATIENCE, "wait_for_workers": False}
+        server = TCPStore(host, 0, is_master=True, **options) if self.rank == 0 else None
+        (port,) = broadcast_object_list([server.port if server is not None else None])
+        return server or TCPStore(host, port, is_master=False, **options)
+
+    def tensor(self, values: list[Any]) -> Tensor:
+        """Return a tensor on this process's device."""
+        import torch
+
+        return torch.tensor(values, device=self.device)
+
+    def new_accelerator(self, accumulation: int = 1, **data: Any) -> Accelerator:
+        """Return another Accelerator, in full precision, for a check that needs its own settings."""
+        from ...accelerator import Accelerator
+        from ...config.plugins.handlers import DataLoaderConfiguration
+
+        return Accelerator(
+            mixed_precision="no",
+            gradient_accumulation_steps=accumulation,
+            dataloader_config=DataLoaderConfiguration(**data),
+        )
+
+    def key(self, name: str) -> str:
+        """Return a name in the store that belongs to the present process group."""
+        return f"group {self.num_groups}/{name}"
+
+    def leave(self) -> None:
+        """Leave the process group, so that nobody waits for this process there."""
+        import torch.distributed as dist
+
+        from ...runtime.group.runtime import Runtime
+
+        Runtime.reset()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # models of the failed check may still hold the group open
+
+    def meet_again(self) -> None:
+        """Open a new process group."""
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from ...accelerator import Accelerator
+        from ...runtime.devices.device import collective_backend
+
+        self.leave()
+        self.num_groups += 1
+        if self.world_size > 1:
+            dist.init_process_group(
+                collective_backend(self.device, None),
+                store=PrefixStore(self.key("rendezvous"), self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=TIME_LIMIT,
+            )
+        self.accelerator = Accelerator()
+
+    def run(self, name: str, check: Check) -> list[Outcome]:
+        """Run a check here and return what came of it on every rank."""
+        start = time.perf_counter()
+        try:
+            text, passed = check(self), True
+        except Exception as error:
+            text, passed = _reason(error), False
+        seconds = time.perf_counter() - start
+        mine = Outcome(rank=self.rank, passed=passed, text=text, seconds=seconds, ended=time.time())
+        if not passed:
+            self.leave()
+        outcomes = self.exchange(name, mine)
+        if not all(outcome.passed for outcome in outcomes) and not _is_hanging(outcomes):
+            self.meet_again()
+        return outcomes
+
+    def exchange(self, name: str, mine: Outcome) -> list[Outcome]:
+        """Tell the others what came of a check, and learn it from them."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(asdict(mine)))
+        outcomes = []
+        for rank in self.ranks:
+            try:
+                outcomes.append(Outcome(**json.loads(self.store.get(f"{name}/{rank}"))))
+            except RuntimeError:
+                seconds = _PATIENCE.total_seconds()
+                silent = Outcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
+                outcomes.append(silent)
+                self.store.set_timeout(timedelta(seconds=1))  # the next ones had the same time to answer
+        return outcomes
+
+    def part(self) -> None:
+        """Leave together: rank 0 keeps the store until the others have gone."""
+        self.leave()
+        with suppress(RuntimeError):
+            self.store.set(f"gone/{self.rank}", "")
+            if self.rank == 0:
+                self.store.wait([f"gone/{rank}" for rank in self.ranks], timedelta(seconds=5))
+
+
+def _is_hanging(outcomes: list[Outcome]) -> bool:
+    return max(outcome.seconds for outcome in outcomes) >= TIME_LIMIT.total_seconds()
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    message = lines[0][:160] if lines else ""
+    if isinstance(error, UnexpectedResult):
+        return message
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {message} ({Path(where.filename).name}, line {where.lineno})"
+
+
+def _header(bench: Bench, hosts: list[str]) -> str:
+    import torch
+
+    here = bench.accelerator
+    facts = {
+        "versions": f"accelerate {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}",
+        "hosts": ", ".join(f"{host} ({count} of {len(hosts)} processes)" for host, count in Counter(hosts).items()),
+        "device": here.device.type + (f" with {here.state.backend}" if here.state.backend is not None else ""),
+        "settings": f"mixed_precision={here.mixed_precision}, {torch.get_num_threads()} CPU thread(s) per process",
+    }
+    return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
+
+
+def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
+    seconds = max(outcome.seconds for outcome in outcomes)
+    failures = sorted((outcome for outcome in outcomes if not outcome.passed), key=lambda outcome: outcome.ended)
+    text = outcomes[0].text
+    if failures:
+        mark = "✗"
+        text = "failed on rank " + ", ".join(str(failure.rank) for failure in failures)
+    rows = [f"{mark} {name:<20}{seconds * 1e3:>7.0f} ms  {text}"]
+    rows += [f"    rank {failure.rank}: {failure.text}" for failure in failures[:_FAILURES_TOLD]]
+    if len(failures) > _FAILURES_TOLD:
+        rows.append(f"    and {len(failures) - _FAILURES_TOLD} ranks more")
+    return "\n".join(rows)
+
+
+def run(bench: Bench) -> list[str]:
+    """Run all checks, tell them on rank 0, and return the names of those that failed."""
+
+    def tell(text: str) -> None:
+        if bench.rank == 0:
+            print(text, flush=True)
+
+    start = time.perf_counter()
+    hosts = [outcome.text for outcome in bench.run("hosts", lambda bench: socket.gethostname())]
+    tell(_header(bench, hosts) + "\n")
+    failed, done = [], 0
+    for name, check in CHECKS.items():
+        outcomes = bench.run(name, check)
+        tell(_row(name, outcomes))
+        done += 1
+        if not all(outcome.passed for outcome in outcomes):
+            failed.append(name)
+        if _is_hanging(outcomes):
+            tell(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
+            break
+    else:
+        for name, fact in FACTS.items():
+            tell(_row(name, bench.run(name, fact), mark="·"))
+    verdict = f"failed: {', '.join(failed)};" if failed else "passed:"
+    processes = f"{bench.world_size} process" + ("es" if bench.world_size > 1 else "")
+    tell(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
+    return failed
+
+
+def main() -> None:
+    """Run the self-test in this process; rank 0 ends with exit code 1 if a check failed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ is no reason to fail
+    with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # a rank that waits in vain is a result here, not the end
+        _check()
+
+
+def _check() -> None:
+    try:
+        bench = Bench()
+    except Exception as error:
+        rank = ProcessInfo.from_environment().rank
+        raise SystemExit(f"✗ rank {rank} could not join the others: {_reason(error)}") from error
+    failed = run(bench)
+    bench.part()
+    if failed and bench.rank == 0:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

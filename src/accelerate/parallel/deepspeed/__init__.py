@@ -1,0 +1,1 @@
+"""DeepSpeed engines as a strategy. Start with `strategy`."""

@@ -1,0 +1,1 @@
+"""Context parallelism: ring attention, and operations that need whole sequences. Start with `ring`."""

@@ -1,0 +1,238 @@
+"""What context parallelism asks of a model, and how it is found out.
+
+[Note: one position by itself] Every process has some positions of each sequence, and torch joins them in one place
+only: in `scaled_dot_product_attention`. Everything else that a model computes at a position must follow from what it is
+given for that position. Where it does not, results are wrong without a word: attention written out or by another kernel
+sees a part of the sequence; a model that counts positions counts those of its part; a loss that shifts labels compares
+the ends of two pieces that are no neighbours. All of this shows in forward passes in which every position attends to
+itself alone. If some positions get other contents, the outputs at the others stay as they are (`require_no_mixing`). If
+the positions are in reverse order, so are the outputs, and a loss is the same (`require_no_order`). The first forward
+pass on pieces of sequences is preceded by three such passes, without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ....errors import UnsupportedSettingError
+from ....runtime.collectives.nested import named_leaves, recursively_apply
+from ...modules.dtensors import whole
+from ...pipeline.surveying import tensors_of
+
+Cut = Sequence[tuple[Tensor, int]]
+"""Tensors that are cut at the moment, each with its sequence dimension."""
+Outputs = list[tuple[str, Tensor]]
+Pairs = list[tuple[str, Tensor, Tensor]]
+
+
+def require_torchs_attention(model: nn.Module) -> None:
+    """Refuse at once a model that says it has another attention, as those of transformers do."""
+    for name, module in model.named_modules():
+        kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(kind, str) and kind != "sdpa":
+            raise _refusal(
+                model,
+                f"{name or 'it'} has attn_implementation={kind!r}, which would attend to one process's part of each "
+                "sequence.",
+                'Load the model with attn_implementation="sdpa"; a model without it, such as GPT-OSS, needs cp_size=1.',
+            )
+
+
+class FirstPass:
+    """Check a model before it first runs on pieces of sequences, and again when it is given other arguments."""
+
+    def __init__(self, model: nn.Module, cut: Callable[[], Cut | None], group: dist.ProcessGroup | None) -> None:
+        """Wait for a call of the model; `cut` returns what is cut then, or None; the group refuses together."""
+        self._cut = cut
+        self._group = group
+        self._checked: set[tuple[str, ...]] = set()
+        check = torch.compiler.disable(self.begins)  # type: ignore[no-untyped-call]
+        model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+
+    def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Check the model if this is the pass; called by whoever runs one in another way than by a call too."""
+        cut = self._cut()
+        if not cut:
+            return
+        given = tuple(name for name, leaf in named_leaves((args, kwargs)) if leaf is not None)
+        if given not in self._checked:
+            self._checked.add(given)  # first, because the check calls the model
+            self._raise_anywhere(lambda: require_positions_apart(model, args, kwargs, cut))
+
+    def _raise_anywhere(self, check: Callable[[], None]) -> None:
+        """Raise on every process what one of them found: each has looked at its own data."""
+        found: tuple[str, str, str] | None = None
+        try:
+            check()
+        except UnsupportedSettingError as refusal:
+            found = (refusal.setting, refusal.reason, refusal.remedy)
+        everywhere: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everywhere, found, group=self._group)
+        for found in filter(None, everywhere):
+            raise UnsupportedSettingError(*found)
+
+
+def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> None:
+    """Refuse a model that would compute something else on parts of a sequence. See [Note: one position by itself]."""
+    call = (args, kwargs)
+    if not any(_dim_of(leaf, cut) is not None for leaf in tensors_of(call)):
+        return
+    first, dim = cut[0]
+    own = torch.arange(first.shape[dim], device=first.device)
+    later = own[len(own) // 2 :]
+
+    def outputs_at(positions: Tensor) -> Outputs:
+        chosen = recursively_apply(lambda leaf: _at(leaf, _dim_of(leaf, cut), positions), call)
+        outputs = named_leaves(model(*chosen[0], **chosen[1]))
+        return [(name, whole(leaf)) for name, leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    with _trying_out(model), _EachAttendsToItself() as attention:
+        plain = outputs_at(own)
+        mixed = outputs_at(torch.cat([own[-1:].repeat(len(own) - len(later)), later]))
+        reversed_ = outputs_at(own.flip(0))
+    if attention.is_called_otherwise:
+        raise _refusal(
+            model,
+            "it calls scaled_dot_product_attention with a mask, or without is_causal=True, and the parts of a "
+            "sequence are joined for causal attention without a mask only.",
+            "A model of transformers calls it so if it is given an attention_mask of ones beside position_ids; "
+            "batches padded on the right need no other mask.",
+        )
+    rounding = 5e-2 if attention.is_coarse else 1e-3
+    sequence = (dim, len(own))
+    require_no_mixing(model, _beside(plain, mixed, later, later, sequence), rounding)
+    require_no_order(model, _beside(plain, reversed_, own.flip(0), own, sequence), rounding)
+
+
+def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
+    """Refuse outputs at positions that stayed as they were, if they changed with others."""
+    for name, before, after in pairs:
+        if before.dim() and _deviation(before, after) > rounding:
+            raise _refusal(
+                model,
+                f"its output{name} at one position depends on other positions, and not by way of torch's "
+                "scaled_dot_product_attention, the only place where the parts of a sequence are joined.",
+                'Use attention that goes through it (attn_implementation="sdpa" in transformers), and no convolution, '
+                "recurrence or pooling over the sequence.",
+            )
+
+
+def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
+    """Refuse outputs that changed with the order of the positions."""
+    noise = 0.0
+    for name, before, after in sorted(pairs, key=lambda pair: -pair[1].dim()):
+        deviation = _deviation(before, after)
+        if before.dim() and deviation > rounding:
+            raise _refusal(
+                model,
+                f"its output{name} depends on where a position stands in this process's part of a sequence: it counts "
+                "positions by itself.",
+                "Give it the positions (position_ids=... in transformers), and give them to maybe_context_parallel "
+                "with the inputs.",
+            )
+        # A shift changes the mean over many labels by little, so this is as strict as the numbers allow.
+        if before.dim() == 0 and deviation > noise + (2**-7 if _has_16_bits(before) else 1e-5):
+            raise _refusal(
+                model,
+                f"its output{name} depends on the order of the positions, as a loss does for which the model shifts "
+                "the labels, and neighbours may be on different processes.",
+                "Shift the labels before they are cut, and give them to maybe_context_parallel with the inputs; a "
+                "model of transformers takes them as shift_labels=... beside labels=....",
+            )
+        noise = max(noise, deviation)
+
+
+def _refusal(model: nn.Module, reason: str, remedy: str) -> UnsupportedSettingError:
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 makes a class of it
+    return UnsupportedSettingError(f"Context parallelism (cp_size > 1) with {kind.__name__}", reason, remedy)
+
+
+def _dim_of(leaf: Tensor, cut: Cut) -> int | None:
+    """Return the sequence dimension of an input; what was made of one that is cut has it in the same place."""
+    for tensor, dim in cut:
+        if tensor is leaf:
+            return dim
+    tensor, dim = cut[0]
+    return dim if leaf.dim() > dim and leaf.shape[dim] == tensor.shape[dim] else None
+
+
+def _at(tensor: Tensor, dim: int | None, positions: Tensor, length: int | None = None) -> Tensor:
+    """Return a tensor at these positions; a dimension may hold several sequences of a length, one behind the other."""
+    if dim is None:
+        return tensor
+    length = length or tensor.shape[dim]
+    sequences = tensor.reshape(*tensor.shape[:dim], -1, length, *tensor.shape[dim + 1 :])
+    return sequences.index_select(dim + 1, positions.to(tensor.device)).flatten(dim, dim + 1)
+
+
+def _beside(some: Outputs, others: Outputs, at_some: Tensor, at_others: Tensor, sequence: tuple[int, int]) -> Pairs:
+    """Return what two passes gave at these positions; `sequence` is the dimension of the inputs', and its length."""
+    dim, length = sequence
+    pairs = []
+    for (name, one), (_, other) in zip(some, others, strict=True):
+        sizes = list(one.shape)
+        own = dim if len(sizes) > dim and sizes[dim] == length else None
+        if own is None:  # with the batch in one dimension, or pooled
+            own = next((at for at, size in enumerate(sizes) if size and size % length == 0), None)
+        pairs.append((name, _at(one, own, at_some, length), _at(other, own, at_others, length)))
+    return pairs
+
+
+def _has_16_bits(number: Tensor) -> bool:
+    """Tell whether a number was computed in 16 bits, whatever its type is now."""
+    return any(bool(number.to(dtype).to(number.dtype) == number) for dtype in (torch.bfloat16, torch.float16))
+
+
+def _deviation(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference, in parts of the largest value; 0 where there is no number to compare."""
+    return float(((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).nan_to_num(0.0))
+
+
+@contextmanager
+def _trying_out(model: nn.Module) -> Iterator[None]:
+    """Run a model without gradients, dropout or compilation, and leave everything as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    generator = torch.get_rng_state()
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.set_rng_state(generator)
+        for module, training in modes:
+            module.training = training
+
+
+class _EachAttendsToItself(TorchFunctionMode):
+    """Let attention that is joined over processes return every position's own value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called_otherwise = False
+        """Whether attention is called otherwise than torch can join it."""
+        self.is_coarse = False
+        """Whether anything is computed in 16 bits."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or stand in for attention."""
+        kwargs = kwargs or {}
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        if func is not torch._C._nn.scaled_dot_product_attention or not isinstance(given["query"], DTensor):
+            result = func(*args, **kwargs)  # torch makes DTensors of what it joins
+            self.is_coarse |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+            return result
+        self.is_called_otherwise |= given.get("attn_mask") is not None or not given.get("is_causal")
+        query, key, value = (given[name].to_local() for name in ("query", "key", "value"))
+        key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
+        return value + (query + key).sum(-1, keepdim=True)  # positions may show in queries and keys alone

@@ -1,0 +1,339 @@
+"""A model spread over a mesh: layers split by tensor parallelism, parameters sharded by FSDP2, copies averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ...config.plugins.sharding import FullyShardedDataParallelPlugin
+from ...errors import UnsupportedSettingError
+from ...errors.callers import warn
+from ...runtime.group.mesh import Mesh
+from ...runtime.group.runtime import Runtime
+from ..base import Capabilities, Steps, Strategy, params_of
+from ..modules import materialising
+from ..modules.averaging import WholeModules, begin_equal
+from ..modules.dtensors import gathered, mesh_of, require_plain, spread_like, whole
+from ..modules.means import divisors_of
+from ..modules.unwrapping import own_name
+from ..modules.wrapping import ignored_modules, parameters_in, units_of
+from .context.positions import Cut, FirstPass, require_torchs_attention
+from .context.ring import require_no_recurrence, split_sequences
+from .tensor.plans import split_layers
+
+_MOST_DIVISORS = 4
+
+
+class MeshParallel(Strategy):
+    """Spread every model over one mesh. FSDP2, HSDP, tensor parallelism and any product of them."""
+
+    mesh: Mesh
+
+    def __init__(self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin) -> None:
+        super().__init__(runtime)
+        self.mesh = mesh
+        self.plugin = plugin
+        shards = mesh.sharding is not None
+        if shards and plugin.cpu_ram_efficient_loading and mesh.size("tp") > 1:
+            raise UnsupportedSettingError(
+                "cpu_ram_efficient_loading=True with tp_size > 1",
+                "layers are split before the first process hands out its weights.",
+                "Load the model on every process.",
+            )
+        self.capabilities = Capabilities(defers_sync=shards)
+        self._whole_modules: MutableMapping[nn.Module, WholeModules] = WeakKeyDictionary()
+        self._cut: Cut | None = None
+        """What `split_sequences` has cut at the moment."""
+        self._first_passes: MutableMapping[nn.Module, FirstPass] = WeakKeyDictionary()
+        self._compares_means = mesh.size("cp") > 1
+
+    # --- who shares what --------------------------------------------------------------------------------------------
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return how many processes see different samples."""
+        return self.mesh.num_data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Return this process's number among them."""
+        return self.mesh.data_rank
+
+    @property
+    def data_group(self) -> Any:
+        """The processes that see different samples."""
+        return self.mesh.data_group
+
+    @property
+    def num_gradient_shares(self) -> int:
+        """Return over how many processes gradients are averaged."""
+        return self.mesh.num_token_ranks
+
+    @property
+    def gradient_group(self) -> Any:
+        """The processes over which gradients are averaged."""
+        return self.mesh.token_group
+
+    # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def _place(self, model: nn.Module) -> None:
+        """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""
+        if self.mesh.sharding is None:
+            super()._place(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Split, recompute and shard a model in place, as far as each was asked for."""
+        model = self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
+        self._wait_for_first_pass(model)
+        return model
+
+    def _wait_for_first_pass(self, model: nn.Module) -> None:
+        """Check how a model treats positions; after sharding, whose hooks must not run before this one."""
+        if self.mesh.size("cp") > 1:
+            self._first_passes[model] = FirstPass(model, lambda: self._cut, self.gradient_group)
+
+    def _spread(self, model: nn.Module, steps: Steps) -> nn.Module:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
+        require_plain(model, tp)
+        if self.mesh.size("cp") > 1:
+            require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
+            require_torchs_attention(model)
+        if tp is not None:
+            split_layers(model, self.mesh.config.tp_plan, tp)
+        if self.plugin.activation_checkpointing:
+            model = steps.recompute(model)
+        if self.mesh.sharding is not None:
+            model = steps.shard(model)
+        self._follow(before, model)
+        return model
+
+    def _follow(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+        """Note which parameters have taken the places of others."""
+        for name, param in model.named_parameters(remove_duplicate=False):
+            old = before.get(own_name(name))
+            if old is not None and old is not param:
+                self._successors[old] = param
+
+    def recompute(self, model: nn.Module) -> nn.Module:
+        """Let the units of a model forget their activations, and compute them again in the backward pass."""
+        return self._recompute(model, units_of(model, self.plugin))
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place."""
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._shard(model, units_of(model, self.plugin))
+        self._follow(before, model)
+        return model
+
+    def _steps_over(self, units: list[nn.Module]) -> Steps:
+        """Return the steps of a model whose units are known."""
+        return Steps(
+            recompute=lambda model: self._recompute(model, units), shard=lambda model: self._shard(model, units)
+        )
+
+    def _recompute(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        if not units:
+            raise ValueError(
+                "activation_checkpointing recomputes the blocks of a model, and none were found: name them by "
+                "transformer_cls_names_to_wrap."
+            )
+        for unit in units:
+            unit.forward = Recomputed(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
+        return model
+
+    def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        plugin = self.plugin
+        ignored = ignored_modules(model, plugin)
+        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
+        policy = plugin.mixed_precision_policy
+        inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
+        outer = {} if policy is None else {"mp_policy": policy}
+        inner["reshard_after_forward"] = plugin.reshard_after_forward
+        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
+        outer["reshard_after_forward"] = None if plugin.reshard_after_forward is True else plugin.reshard_after_forward
+        from_first = bool(plugin.cpu_ram_efficient_loading)
+        state = materialising.to_meta(model) if from_first else {}
+        fresh = not from_first and materialising.has_no_weights(model)
+        ties = materialising.Ties(model)
+        for unit in [*units, model]:
+            if fresh:
+                materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
+                ties.restore(model)
+            options["ignored_params"] = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
+            fully_shard(unit, **options, **(outer if unit is model else inner))
+        if plugin.reshard_after_forward:
+            model.register_forward_hook(_reshard_where_no_backward_follows)
+        if from_first:
+            materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
+        kept_whole = parameters_in(ignored)
+        for param in kept_whole:
+            param.data = param.data.to(self.runtime.device)
+        if kept_whole:
+            self._whole_modules[model] = WholeModules(kept_whole, self.gradient_group, self.runtime.device)
+        if self.mesh.size("dp_replicate") > 1 and not from_first:
+            shards = [param for param in model.parameters() if mesh_of(param) is not None]
+            begin_equal(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
+        return model
+
+    def _offload_policy(self) -> Any:
+        policy = self.plugin.cpu_offload
+        if isinstance(policy, CPUOffloadPolicy) and not torch.accelerator.is_available():
+            return CPUOffloadPolicy(pin_memory=False)  # pinning needs a device to copy to
+        return policy
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._rebind(optimizer)
+        params = params_of(optimizer)
+        for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
+            for name, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    optimizer.state[param][name] = spread_like(value, param)
+        if len({mesh_of(param) for param in params}) > 1:
+            for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
+                if "foreach" in group:
+                    group["foreach"] = False
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Leave gradients whole and unreduced inside the context."""
+        return self._synchronising(model, False)
+
+    def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
+        return self._synchronising(model, True)
+
+    @contextmanager
+    def _synchronising(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        beside = self._whole_modules.get(model)
+        model.set_requires_gradient_sync(synchronises)
+        try:
+            with nullcontext() if beside is None else beside.averaging(synchronises):
+                yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def split_sequences(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which every process has a part of each sequence, where there is an axis for it."""
+        handler = self.mesh.config.cp_handler
+        if self.mesh.size("cp") == 1 or handler is None:
+            return nullcontext()
+        return self._noting(
+            [(buffer, dim % buffer.dim()) for buffer, dim in zip(buffers, dims, strict=False)],
+            split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore),
+        )
+
+    @contextmanager
+    def _noting(self, cut: Cut, splitting: AbstractContextManager[None]) -> Iterator[None]:
+        with splitting:
+            self._cut = cut
+            try:
+                yield
+            finally:
+                self._cut = None
+
+    def look_at_mean(self, loss: Tensor) -> None:
+        """Say once, at the script's line, that the parts of a sequence are means over different numbers of items."""
+        if not self._compares_means or self._cut is None:
+            return
+        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MOST_DIVISORS]
+        counts = torch.tensor(found + [0.0] * (_MOST_DIVISORS - len(found)), device=self.runtime.device)
+        extremes = torch.cat([counts, -counts])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.mesh.axis("cp").get_group())
+        most, least = (part.tolist() for part in (extremes[:_MOST_DIVISORS], -extremes[_MOST_DIVISORS:]))
+        for high, low in zip(most, least, strict=True):
+            if high != low:
+                self._compares_means = False
+                warn(
+                    f"The loss is a mean over {low:g} items on one process and over {high:g} on another of those that "
+                    "share a sequence, and each has the same weight: gradients are not those of the whole sequence. "
+                    "Give the sum and the number of items here: accelerator.backward(loss_sum, num_items=n)."
+                )
+                return
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients by their norm over all shards; return the norm they had."""
+        params = self.current(parameters)
+        given = [params] if isinstance(params, Tensor) else list(params)
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for param in given:
+            if param.grad is not None:
+                by_mesh.setdefault(mesh_of(param.grad), []).append(param)
+        norms = [
+            whole(torch.nn.utils.get_total_norm([param.grad for param in group], norm_type))  # type: ignore[misc]
+            for group in by_mesh.values()
+        ]
+        total = self._total_norm(norms, norm_type)
+        for group in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of everything from the norms of its parts."""
+        return norms[0] if len(norms) == 1 else norm_of(norms, norm_type).to(self.runtime.device)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def saves_shards(self) -> bool:
+        """Tell whether every process saves its own part."""
+        return self.plugin.saves_shards
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
+        state = gathered(model.state_dict())
+        if not self.runtime.is_main_process:
+            return {}
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of norms."""
+    if not norms:
+        return torch.zeros(())
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return together.max() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+
+
+def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, model).reshard()
+
+
+class Recomputed:
+    """A forward pass that keeps its inputs only, on the host if asked to, and runs again in the backward pass."""
+
+    def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
+        self.forward = forward
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        if not self.offload:
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        # torch saves positional inputs only. Masks and positions stay where they are: the units share them.
+        moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
+        kept = {name: value for name, value in kwargs.items() if name not in moved}
+
+        def forward(*values: Any) -> Any:
+            return self.forward(*values[: len(args)], **dict(zip(moved, values[len(args) :], strict=True)), **kept)
+
+        # Around the checkpoint and not inside it, where what the unit computes would be saved as well.
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return checkpoint(forward, *args, *moved.values(), use_reentrant=False)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans, and gradients that a plan leaves partial. Start with `plans`."""

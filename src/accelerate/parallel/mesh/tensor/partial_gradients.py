@@ -1,0 +1,348 @@
+"""Find the whole parameters that compute on split activations under tensor parallelism, and sum their gradients.
+
+[Note: partial gradients] Between a column-wise layer and the row-wise one after it every process has some columns of
+the activations. A parameter that is whole there (the norm per head of Qwen3 and Gemma3) gets the gradient of these
+columns only: the true one is the sum over the processes. A parameter that computes on whole activations gets the
+true gradient on every process, and a sum would be wrong. Which is which cannot be seen in names or in the order of
+modules (a norm may stand before, between or after), and comparing gradients misses those that are equal by chance,
+such as zeros. So the first forward pass in training is followed, operation by operation:
+
+- what a split layer returns as this process's part (`DTensor.to_local`) is *split*, and so is what is computed from it,
+  until a row-wise layer or a collective makes it whole again;
+- a whole tensor knows the parameters that it was computed from since the last split layer, because a split layer
+  completes the gradient of its whole inputs (`DTensor.from_local`);
+- where a whole tensor meets a split one, the gradients of its parameters are partial; where it enters a split layer
+  or leaves the model they are whole.
+
+Partial parameters get a hook on their gradient, whole ones nothing. What is both is refused by name, and so is what a
+split layer returned whole and then meets a split tensor, because its gradient would be partial. Every operation of
+torch is seen, below autograd, whoever calls it; the price is a slow first pass. Passes are followed until every
+parameter that is trained has been used, and then never again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves, tree_leaves
+
+from ....runtime.collectives.nested import leaves
+from ...modules.unwrapping import own_name
+
+logger = logging.getLogger(__name__)
+
+_JOINS = ("allreduce", "all_reduce", "allgather", "all_gather")
+_MAKES_NEW = ("_like", "new_", "empty", "zeros", "ones", "full")
+"""Operations that take a tensor for its shape only."""
+_HINT = (
+    'runs under a plan of tensor parallelism. If it is the shapes that do not fit: outputs of a "colwise" layer are '
+    'split, and only a "rowwise" layer takes them so; "colwise_rep" gathers them. A "rowwise" layer takes split '
+    'inputs; "rowwise_rep" takes whole ones.'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completing:
+    """Modules that complete gradients by themselves: of what they are given, or of what they return."""
+
+    inputs: Sequence[nn.Module] = ()
+    outputs: Sequence[nn.Module] = ()
+
+
+def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh, completing: Completing) -> None:
+    """Follow the first forward passes in training, and let partial gradients be summed over the mesh from then on."""
+    names = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+    if names:
+        _Watch(model, _Flow(model, names, mesh), completing)
+
+
+class _Watch:
+    """The hooks that follow forward passes, as long as they are needed."""
+
+    def __init__(self, model: nn.Module, flow: _Flow, completing: Completing) -> None:
+        self.flow = flow
+        self.completing = completing
+        self.inside: list[nn.Module] = []
+        self.summed = 0
+        self.has_warned = False
+        self.context: Any = None
+        self.names = {module: name for name, module in model.named_modules()}
+        # Not as decorators: they would import the compiler with this file, which takes seconds.
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
+        self.handles = [
+            handle
+            for module in self.names
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            )
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.inside:
+            # Blocks that recompute their activations run again in the backward pass.
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return
+            self.context = self.flow.following()
+            self.context.__enter__()
+        self.inside.append(module)
+        self.flow.place = self.names[module]
+        if module in self.completing.inputs:
+            self.flow.complete(args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.inside or self.inside[-1] is not module:
+            return
+        self.inside.pop()
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.flow.explain(error)
+        elif module in self.completing.outputs:
+            self.flow.complete(output)
+        if self.inside:
+            self.flow.place = self.names[self.inside[-1]]
+            return
+        try:
+            if error is None:
+                self._judge(output)
+        finally:
+            self.context.__exit__(None, None, None)
+
+    def _judge(self, output: Any) -> None:
+        flow = self.flow
+        flow.require_whole(output)
+        flow.require_one_use()
+        partial = flow.partial & ~flow.whole
+        for bit, param in flow.parameters.items():
+            if partial & ~self.summed & bit:
+                _sum_gradient_of(param, flow.mesh)
+        self.summed |= partial
+        trained = flow.trained()
+        unused = [name for name, bit in flow.bits.items() if name in trained and not flow.used & bit]
+        if not unused:
+            for handle in self.handles:
+                handle.remove()
+        elif not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "Tensor parallelism follows forward passes until it has seen on what every layer outside of the plan "
+                "computes, and the first one did not use %s. Forward passes are slower until then; freeze what is "
+                "never used by requires_grad_(False).",
+                some(unused),
+            )
+
+
+class _Flow(TorchDispatchMode):
+    """Which tensors are split, and which parameters each whole one was computed from: one bit for each."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.mesh = mesh
+        self.bits = {name: 1 << position for position, name in enumerate(names)}
+        self.activation = 1 << len(names)
+        """The bit of what a split layer returned whole, and of the model's own inputs."""
+        self.parameters: dict[int, nn.Parameter] = {}
+        """By bit, as autograd sees it: under FSDP2 the gathered one, which is the same object in every pass."""
+        self.place = ""
+        """The name of the module that runs."""
+        self.used = self.partial = self.whole = 0
+        self.met: dict[int, str] = {}
+        self._frozen = 0
+        self._known: dict[int, int] = {}
+        # A weak reference keeps the address from being used again, and nothing else.
+        self._tensors: dict[StorageWeakRef, tuple[bool, int]] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what is computed in the context."""
+        trained = self.trained()
+        self._frozen = sum(bit for name, bit in self.bits.items() if name not in trained)
+        from_local, to_local, full = DTensor.from_local, DTensor.to_local, DTensor.full_tensor
+        flow = self
+
+        def enters(local: Tensor, *args: Any, **kwargs: Any) -> DTensor:
+            made = from_local(local, *args, **kwargs)
+            flow._enters(local, made)
+            return made
+
+        def leaves_layer(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
+            local = to_local(tensor, grad_placements=grad_placements)
+            completed = any(isinstance(placement, Partial) for placement in grad_placements or ())
+            is_split = flow._is_split(tensor) and not completed
+            flow._set(local, (is_split, 0 if is_split or completed else flow.activation))
+            return local
+
+        def joined(tensor: DTensor, **kwargs: Any) -> Tensor:
+            result = full(tensor, **kwargs)
+            flow._set(result, (False, flow.activation))
+            return result
+
+        DTensor.from_local = staticmethod(enters)  # type: ignore[assignment]
+        DTensor.to_local, DTensor.full_tensor = leaves_layer, joined  # type: ignore[method-assign,assignment]
+        try:
+            with self:
+                yield
+        finally:
+            DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+            DTensor.to_local, DTensor.full_tensor = to_local, full  # type: ignore[method-assign]
+            self._tensors.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note what its results come from."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        name = func.__name__
+        if any(isinstance(tensor, DTensor) for tensor in tensors) or "detach" in name:
+            return result
+        states = [self._state(tensor) for tensor in tensors]
+        origins = 0
+        for _, origin in states:
+            origins |= origin
+        self.used |= origins
+        changed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+        if any(join in name for join in _JOINS):
+            state = (False, 0)
+            changed += [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+        elif any(is_split for is_split, _ in states):
+            self._meets_split(origins)
+            state = (True, 0)
+        else:
+            state = (False, 0 if any(new in name for new in _MAKES_NEW) else origins)
+        for tensor in changed:
+            self._set(tensor, state if tensor.is_floating_point() else (state[0], 0))
+        return result
+
+    def trained(self) -> set[str]:
+        """Return the parameters that want a gradient."""
+        return {own_name(name) for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def complete(self, data: Any) -> None:
+        """Take the gradients of these tensors for whole, whatever they meet."""
+        for tensor in _plain(data):
+            is_split, origins = self._state(tensor)
+            self.whole |= origins
+            self._set(tensor, (is_split, 0))
+
+    # --- what is refused --------------------------------------------------------------------------------------------
+
+    def require_whole(self, output: Any) -> None:
+        """Refuse a model whose first output is a part on every process."""
+        states = [self._state(tensor) for tensor in _plain(output)]
+        if states and states[0][0]:
+            raise ValueError(
+                "The plan of tensor parallelism leaves the model's output split: every process has some columns of it. "
+                'Give the last layer the style "colwise_rep" (gathered), or "vocab" (logits for cross_entropy).'
+            )
+        for _, origins in states:
+            self.whole |= origins
+
+    def require_one_use(self) -> None:
+        """Refuse parameters whose gradient is partial for one use and whole for another."""
+        both = self.partial & self.whole & ~self._frozen | self.partial & self.activation
+        if both:
+            names = [name for name, bit in self.bits.items() if both & bit] or ["what comes before"]
+            where = sorted({place or "the model itself" for bit, place in self.met.items() if both & bit})
+            raise ValueError(
+                f"Under the plan of tensor parallelism {some(names)} would get gradients that are whole in part and in "
+                f"part those of this process's columns: something whole meets something split in {some(where)}. Name "
+                'the layer that makes the whole one in the plan too ("colwise"), or gather the split one by '
+                '"colwise_rep".'
+            )
+
+    def explain(self, error: BaseException) -> None:
+        """Tell people whose shapes do not fit how a plan can be the reason, once."""
+        if (
+            isinstance(error, RuntimeError)
+            and not isinstance(error, torch.OutOfMemoryError)
+            and _HINT not in str(error)
+        ):
+            error.args = (f"{error} {self.place or 'The model'} {_HINT}",)
+
+    # --- where a tensor comes from ----------------------------------------------------------------------------------
+
+    def _enters(self, local: Tensor, made: DTensor) -> None:
+        if made.device_mesh != self.mesh or isinstance(local, DTensor):
+            return
+        is_split, origins = self._state(local)
+        if self._is_split(made):
+            self._meets_split(origins)
+        elif is_split:
+            raise ValueError(
+                f"The plan of tensor parallelism gives {self.place or 'a layer'} an input that is split; it takes a "
+                'whole one. Give the layer before it the style "colwise_rep" (gathered), or this one "rowwise".'
+            )
+        else:
+            self.whole |= origins
+
+    def _meets_split(self, origins: int) -> None:
+        if fresh := origins & ~self.partial:
+            self.partial |= origins
+            for bit in (*self.bits.values(), self.activation):
+                if fresh & bit:
+                    self.met[bit] = self.place
+
+    def _is_split(self, tensor: DTensor) -> bool:
+        return tensor.device_mesh == self.mesh and any(not placement.is_replicate() for placement in tensor.placements)
+
+    def _set(self, tensor: Tensor, state: tuple[bool, int]) -> None:
+        self._tensors[_memory(tensor)] = state
+
+    def _state(self, tensor: Tensor) -> tuple[bool, int]:
+        is_split, origins = self._tensors.get(_memory(tensor), (False, self.activation))
+        if isinstance(tensor, nn.Parameter) and not is_split:
+            return False, self._origin(tensor)
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            origins &= self._frozen  # what is trained has no gradient through this tensor
+        return is_split, origins
+
+    def _origin(self, param: Tensor) -> int:
+        if id(param) not in self._known:
+            for name, current in self.model.named_parameters(remove_duplicate=False):
+                bit = self.bits.get(own_name(name))
+                if bit is not None and not isinstance(current, DTensor):
+                    self._known[id(current)] = bit
+                    self.parameters[bit] = current  # and keeps the address from being used again
+        return self._known.get(id(param), 0)
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """Return what a tensor and all views of it have in common."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _plain(output: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+
+
+def _sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    trained = param.requires_grad
+    param.requires_grad_(True).register_hook(summed)  # type: ignore[no-untyped-call] # a frozen one too: it may be trained later
+    param.requires_grad_(trained)
+
+
+def some(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

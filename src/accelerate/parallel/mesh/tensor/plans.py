@@ -1,0 +1,258 @@
+"""Tensor parallelism by a plan: module name patterns -> how a layer is split over the processes of one axis."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ....runtime.modules import owner_of
+from ...modules.materialising import Ties
+from ...modules.wrapping import is_called
+from ...pipeline.stages import Absent
+from ..context.ring import require_no_recurrence
+from .partial_gradients import some, sum_partial_gradients
+from .transformers_styles import require_known_to_transformers, split_by_transformers
+
+logger = logging.getLogger(__name__)
+
+_STYLES: dict[str, Any] = {
+    "colwise": lambda: ColwiseParallel(),
+    "rowwise": lambda: RowwiseParallel(),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "vocab": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    "sequence": lambda: SequenceParallel(),
+    "sequence_parallel": lambda: SequenceParallel(),
+    "sequence_rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "sequence_input": lambda: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "sequence_output": lambda: PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+}
+"""Styles by name; what each splits is in the documentation of `torch.distributed.tensor.parallel`."""
+_LEFT_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+"""Styles of layers that stay as they are: whose gradients have to be summed is found out for every layer."""
+
+
+def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
+    """Split the layers that the plan names, in place; a model that carries DTensors already is taken as it is.
+
+    Weights that were shared stay shared, and what the plan leaves out gets whole gradients: see
+    [Note: partial gradients].
+    """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        return
+    given, plan = plan, plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"tp_size={mesh.size()} splits layers by a plan, and neither ParallelismConfig(tp_plan=...) nor the model "
+            "has one. A plan names layers and how they are split: "
+            '{"blocks.*.attention.query": "colwise", "blocks.*.attention.out": "rowwise"}.'
+        )
+    _require_divisible_heads(model, mesh.size())
+    if any(isinstance(style, SequenceParallel) or str(style).startswith("sequence") for style in plan.values()):
+        require_no_recurrence(model, "a plan of tensor parallelism that splits sequences")
+    ties = Ties(model)
+    layers, rest = _layers_of(model, plan, given)
+    for name, (module, style) in layers.items():
+        _require_splittable(name, module, style)
+        _require_divisible(name, module, style, mesh.size())
+    if not rest:
+        _require_ends(layers)
+    for module, style in layers.values():
+        parallelize_module(module, mesh, style)
+    completing = split_by_transformers(model, rest, mesh)
+    _join(model, ties, mesh)
+    if any(isinstance(style, ColwiseParallel) and not style.use_local_output for _, style in layers.values()):
+        _let_losses_take_split_vocabularies()
+    sum_partial_gradients(model, mesh, completing)
+
+
+def _layers_of(
+    model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None
+) -> tuple[dict[str, tuple[nn.Module, ParallelStyle]], dict[str, str]]:
+    """Return the layers that torch's styles split, and the rules that only transformers can follow."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    params = [name for name, _ in model.named_parameters()]
+    layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
+    rest: dict[str, str] = {}
+    found = False
+    for pattern, style in plan.items():
+        names = [name for name in modules if is_called(name, pattern)]
+        of_params = any(is_called(name, pattern) for name in params)
+        if not names and not of_params:
+            if plan is given:  # the plan of a class of models may name layers that this one does without
+                logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
+            continue
+        found = True
+        if style in _LEFT_WHOLE:
+            continue
+        if of_params or not (isinstance(style, ParallelStyle) or style in _STYLES):
+            require_known_to_transformers(pattern, style, _STYLES)
+            rest[pattern] = style
+            continue
+        for name in names:
+            if not isinstance(modules[name], Absent):  # another process of the pipeline splits it
+                layers[name] = modules[name], _style(style, modules[name])
+    if not found:
+        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+    return layers, rest
+
+
+def _style(style: Any, module: nn.Module) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style == "rowwise" and isinstance(module, nn.Embedding):
+        style = "embedding_rowwise"  # its inputs are numbers of rows, which every process has
+    made: ParallelStyle = _STYLES[style]()
+    return made
+
+
+def _require_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
+    """Refuse a plan that splits activations and never joins them, or joins what nobody splits."""
+    styles = [style for _, style in layers.values()]
+    if not all(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in styles):
+        return  # what other styles do is seen in the first forward pass
+    begin = [
+        name for name, (_, style) in layers.items() if isinstance(style, ColwiseParallel) and _splits_output(style)
+    ]
+    end = [name for name, (module, style) in layers.items() if _takes_split_input(module, style)]
+    if begin and not end:
+        raise ValueError(
+            f"The plan of tensor parallelism splits the outputs of {some(begin)}, and no layer takes them so: give the "
+            'layer after each the style "rowwise", or gather the outputs by "colwise_rep".'
+        )
+    if end and not begin:
+        raise ValueError(
+            f"The plan of tensor parallelism gives {some(end)} split inputs, and no layer makes such: give the layer "
+            'before each the style "colwise", or take whole inputs by "rowwise_rep".'
+        )
+
+
+def _splits_output(style: ColwiseParallel) -> bool:
+    return style.use_local_output and not style.output_layouts[0].is_replicate()
+
+
+def _takes_split_input(module: nn.Module, style: ParallelStyle) -> bool:
+    if not isinstance(style, RowwiseParallel) or isinstance(module, nn.Embedding):
+        return False
+    return not style.input_layouts[0].is_replicate()
+
+
+def _require_splittable(name: str, module: nn.Module, style: ParallelStyle) -> None:
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise ValueError(
+            f"The plan of tensor parallelism splits {name}, which is a {type(module).__name__}: only nn.Linear and "
+            "nn.Embedding can be split by columns or rows. Leave it out of the plan, or replace it by an nn.Linear."
+        )
+
+
+def _join(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
+    """Make shared weights one again; a layer that the plan leaves out is split as the one it shares with."""
+    for names in ties.groups:
+        params = {name: model.get_parameter(name) for name in names}
+        ways = {param.placements for param in params.values() if isinstance(param, DTensor)}
+        if len(ways) > 1:
+            each = "; ".join(f"{name} {_described(param)}" for name, param in params.items())
+            raise ValueError(
+                f"{' and '.join(names)} share one weight, and the plan of tensor parallelism splits it in two ways "
+                f"({each}). Give an embedding and its head styles that fit: embedding_rowwise with colwise_rep, "
+                "colwise_gather_output or vocab."
+            )
+        for name, param in params.items():
+            if ways and not isinstance(param, DTensor):
+                owner, own = owner_of(model, name)
+                parallelize_module(owner, mesh, _like(owner, own, next(iter(ways)), names))
+    ties.restore(model)
+
+
+def _like(layer: nn.Module, own: str, placements: tuple[Any, ...], names: list[str]) -> ParallelStyle:
+    """Return the style that splits a layer's weight in this way, and neither its inputs nor its outputs."""
+    by_rows = placements == (Shard(0),)
+    if own == "weight" and (by_rows or placements == (Shard(1),)):
+        if isinstance(layer, nn.Embedding):
+            return (
+                RowwiseParallel(input_layouts=Replicate()) if by_rows else ColwiseParallel(output_layouts=Replicate())
+            )
+        if isinstance(layer, nn.Linear):
+            return (
+                ColwiseParallel(output_layouts=Replicate()) if by_rows else RowwiseParallel(input_layouts=Replicate())
+            )
+    raise ValueError(
+        f"{' and '.join(names)} share one parameter, the plan of tensor parallelism splits it, and a "
+        f"{type(layer).__name__} cannot compute with a part of it. Leave all of them out of the plan."
+    )
+
+
+def _described(param: nn.Parameter) -> str:
+    return f"as {param.placements[0]}" if isinstance(param, DTensor) else "not"
+
+
+def _require_divisible(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    is_embedding = isinstance(module, nn.Embedding)
+    dim = (0 if isinstance(style, ColwiseParallel) else 1) if not is_embedding else isinstance(style, ColwiseParallel)
+    width = weight.shape[int(dim)]
+    if width % size:
+        raise ValueError(
+            f"{name} has {width} {'outputs' if isinstance(style, ColwiseParallel) else 'inputs'}, which tp_size={size} "
+            f"does not divide. Sizes that would: {_divisors(width)}."
+        )
+
+
+def _require_divisible_heads(model: nn.Module, size: int) -> None:
+    config = getattr(model, "config", None)
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f"The model has {field}={heads}, which tp_size={size} does not divide. Sizes that would: "
+                f"{_divisors(heads)}."
+            )
+
+
+def _divisors(number: int) -> str:
+    found = [n for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return ", ".join(map(str, found))
+
+
+def _let_losses_take_split_vocabularies() -> None:
+    """Teach cross entropy to work on logits of which every process has some columns, from now on."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    global _loss_context
+    if _loss_context is None:
+        _loss_context = loss_parallel()
+        _loss_context.__enter__()
+
+
+_loss_context: Any = None
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many processes a library has split a model's layers; None without a note of it.
+
+    It stands in the model's `tp_size`, or in the `distributed_config` of its configuration, as transformers 5 has it.
+    """
+    size = getattr(model, "tp_size", None)
+    if size is None:
+        noted = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = noted.get("tp_size") if isinstance(noted, Mapping) else getattr(noted, "tp_size", None)
+    return None if size is None else int(size)

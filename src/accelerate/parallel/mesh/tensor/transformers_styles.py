@@ -1,0 +1,69 @@
+"""Rules of tensor parallelism that only transformers can follow: parameters of experts, packed weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...modules.wrapping import is_called
+from .partial_gradients import Completing
+
+_FOLLOWED = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "mla_kv_a_proj",
+    "all_reduce",
+    "embedding_colwise",
+)
+"""Those of its styles that split layers over one axis and whose gradients are known to be right."""
+
+
+def require_known_to_transformers(pattern: str, style: Any, ours: Iterable[str]) -> None:
+    """Refuse a style that neither torch nor transformers has."""
+    if style in _FOLLOWED and _engine() is not None:
+        return
+    raise ValueError(
+        f"The plan of tensor parallelism gives {pattern!r} the style {style!r}: choose one of {', '.join(ours)}, or a "
+        f"ParallelStyle of torch. Models of transformers 5 can also have {', '.join(_FOLLOWED[2:])}, and styles of "
+        "single parameters."
+    )
+
+
+def split_by_transformers(model: nn.Module, rules: Mapping[str, str], mesh: DeviceMesh) -> Completing:
+    """Let transformers follow its own rules; return the modules that then complete gradients by themselves."""
+    if not rules:
+        return Completing()
+    _engine().apply_tensor_parallelism(model, mesh, dict(rules))
+    for name, param in model.named_parameters():
+        for placement in param.placements if isinstance(param, DTensor) else ():
+            parts = mesh.size() * getattr(placement, "split_factor", 1)
+            if hasattr(placement, "dim") and param.shape[placement.dim] % parts:
+                raise ValueError(
+                    f"{name} has {param.shape[placement.dim]} rows or columns to split, no multiple of {parts}: "
+                    f"tp_size={mesh.size()} does not fit."
+                )
+
+    def split_by(wanted: str) -> list[nn.Module]:
+        patterns = [pattern for pattern, style in rules.items() if style == wanted]
+        return [module for name, module in model.named_modules() if any(is_called(name, p) for p in patterns)]
+
+    return Completing(inputs=split_by("moe_tp_experts"), outputs=split_by("mla_kv_a_proj"))
+
+
+def _engine() -> Any:
+    if "transformers" not in sys.modules:
+        return None
+    try:
+        from transformers.distributed import tensor_parallel
+    except ImportError:  # transformers 4, whose styles are others
+        return None
+    return tensor_parallel

@@ -1,0 +1,1 @@
+"""Operations on modules that several strategies share: wrapping, materialising, averaging, unwrapping."""

@@ -1,0 +1,80 @@
+"""From a tensor that is spread over processes to a whole one, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...runtime.collectives.operations import mesh_of, whole
+
+__all__ = ["gathered", "is_spread", "local", "mesh_of", "part_of", "require_plain", "spread_like", "whole"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part, or the tensor itself where it is whole."""
+    return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
+
+
+def is_spread(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether any of these lives on more than one process."""
+    return any(mesh_of(tensor) is not None for tensor in tensors)
+
+
+def require_plain(model: nn.Module, tp: Any = None) -> None:
+    """Refuse a model that somebody has spread before; one whose layers are split over `tp`, the axis, is welcome."""
+    kind = type(model).__name__
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        raise ValueError(
+            f"The {kind} is sharded already: fully_shard() was called on it, and prepare() shards models itself. "
+            "Give prepare() the plain model, and Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) the "
+            "settings."
+        )
+    for name, param in model.named_parameters():
+        mesh = mesh_of(param)
+        if mesh is None:
+            continue
+        if tp is None or mesh.size() != tp.size():
+            raise ValueError(
+                f"The {kind} was split before prepare(): {name} is spread over {mesh.size()} processes, and this "
+                f"Accelerator has {'no tp axis' if tp is None else f'tp_size={tp.size()}'}. Say "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}, ...)), or give prepare() the "
+                "plain model."
+            )
+
+
+def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state with whole tensors on the first process; the others take part, and keep only what is whole anyway.
+
+    One tensor after the other, so that no process but the first ever holds more than one of them.
+    """
+    result = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            result[name] = gathered(value)
+        elif isinstance(value, Tensor) and mesh_of(value) is not None:
+            full = whole(value)
+            result[name] = full.cpu() if dist.get_rank() == 0 else None
+    return result
+
+
+def part_of(tensor: Tensor, own: Tensor) -> Tensor:
+    """Return a tensor that is spread like this one, of which this process holds `own`."""
+    if mesh_of(tensor) is None:
+        return own
+    from torch.distributed.tensor import DTensor
+
+    spread: Any = tensor
+    return DTensor(own, spread._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return this process's part of a whole tensor, as `like` is spread; every process has the whole one already."""
+    if mesh_of(like) is None or mesh_of(value) is not None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = like
+    return distribute_tensor(value.to(like.device), spread.device_mesh, spread.placements, src_data_rank=None)

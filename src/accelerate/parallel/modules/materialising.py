@@ -1,0 +1,147 @@
+"""Give weights to a model that was made without them, once it is sharded: no process ever holds all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...runtime.modules import names_in_common, owner_of
+from .dtensors import local, spread_like
+
+
+class Ties:
+    """Which names stand for one and the same parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups = names_in_common(model.named_parameters(remove_duplicate=False))
+
+    def restore(self, model: nn.Module) -> None:
+        """Make them one again, after every module was given a parameter of its own."""
+        for first, *others in self.groups:
+            param = model.get_parameter(first)
+            for name in others:
+                setattr(*owner_of(model, name), param)
+
+
+def has_no_weights(model: nn.Module) -> bool:
+    """Tell whether a model was made on the meta device."""
+    return any(param.is_meta for param in model.parameters())
+
+
+def initialise(module: nn.Module, device: torch.device, initialise_one: Callable[[nn.Module], None] | None) -> None:
+    """Give the meta parameters directly in a unit memory and first values, and rank 0's values to every process.
+
+    Called for one unit after the other, before it is sharded, so that one unit at a time is whole.
+    """
+    owners = [child for child in module.modules() if any(p.is_meta for p in _own_tensors(child))]
+    for child in owners:
+        child._apply(lambda tensor: _unset(tensor, device) if tensor.is_meta else tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+        if initialise_one is not None:
+            initialise_one(child)
+            continue
+        reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"A {type(child).__name__} was made on the meta device and has no reset_parameters(): its weights "
+                "would be arbitrary. Give the class that method, or the plugin a param_init_fn, or load the weights "
+                "on the first process (cpu_ram_efficient_loading=True)."
+            )
+        reset()
+    for child in owners:
+        for name, tensor in [*child._parameters.items(), *child._buffers.items()]:
+            if tensor is not None and _is_unset(tensor.detach()):
+                how = "reset_parameters()" if initialise_one is None else "the param_init_fn"
+                raise ValueError(
+                    f"A {type(child).__name__} was made on the meta device, and {how} gave no value to its {name}. Let "
+                    "it, or load the weights on the first process (cpu_ram_efficient_loading=True)."
+                )
+    for child in owners:
+        for tensor in _own_tensors(child):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a tensor, full of what nobody initialises with."""
+    empty = torch.empty_like(tensor, device=device)
+    mark = _mark(tensor.dtype)
+    return empty if mark is None else empty.fill_(mark)
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    mark = _mark(tensor.dtype)
+    if mark is None or tensor.numel() == 0:
+        return False
+    return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
+
+
+def _mark(dtype: torch.dtype) -> float | None:
+    if dtype.is_floating_point:
+        return math.nan if dtype.itemsize > 1 else None
+    return None if dtype.is_complex or dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    everything: Iterable[Tensor | None] = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in everything if tensor is not None]
+
+
+def to_meta(model: nn.Module) -> dict[str, Any]:
+    """Take all weights out of a model, and return what it held on the first process; buffers stay where they are."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()} if dist.get_rank() == 0 else {}
+    ties = Ties(model)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+    ties.restore(model)
+    return held
+
+
+@torch.no_grad()
+def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
+    """Give every process its shards of the parameters that the first one holds, and all of its buffers.
+
+    Buffers that are not saved count too: nothing else would fill those of a model that was made on the meta device.
+    """
+    ties = Ties(model)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    empty = {id(buffer): torch.empty_like(buffer, device=device) for buffer in buffers.values()}
+    for name, buffer in buffers.items():
+        owner, own = owner_of(model, name)
+        owner._buffers[own] = empty[id(buffer)]
+    ties.restore(model)
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in targets.items()}
+    extra = {name: value for name, value in held.items() if not isinstance(value, Tensor)}
+    told = [forms, extra]
+    dist.broadcast_object_list(told, src=0, device=device)
+    [first_forms, extra] = told
+    objections: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(objections, None if forms == first_forms else _difference(forms, first_forms))
+    if any(objections):
+        raise ValueError(next(filter(None, objections)))
+    for name, target in targets.items():
+        value = held[name].to(device) if held else torch.empty(target.shape, dtype=target.dtype, device=device)
+        dist.broadcast(value, src=0)
+        local(target).copy_(local(spread_like(value, target)))
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def _difference(own: dict[str, Any], first: dict[str, Any]) -> str:
+    name = next(name for name in {**first, **own} if own.get(name) != first.get(name))
+
+    def told(form: Any) -> str:
+        return "missing" if form is None else f"{tuple(form[0])} of {form[1]}"
+
+    return (
+        "cpu_ram_efficient_loading gives every process what the model holds on process 0, and on process "
+        f"{dist.get_rank()} it is another model: {name} is {told(own.get(name))}, and on process 0 "
+        f"{told(first.get(name))}. Make the same model on every process, with the same weights tied."
+    )

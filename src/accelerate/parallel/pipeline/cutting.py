@@ -1,0 +1,231 @@
+"""Where a model is cut into stages, and which stage owns which of its parts.
+
+[Note: cutting] A model is cut by names, and every stage then runs the model's *own* forward pass: parts that other
+stages own are stand-ins which know shapes and nothing else (`surveying.py`), what arrives from the stage before takes
+the place of the first own block's arguments, and the pass is left where the next stage begins (`stages.py`). torch's
+tracer (`torch.distributed.pipelining.pipeline`) was tried first and not taken. It cuts a recorded graph, and a graph
+has the example's sequence length and the example's training mode in it: dropout goes on in evaluation, without a word.
+It also needs an example before the optimizer is bound, refuses `if` on values, and leaves none of the modules that
+FSDP2, tensor parallelism, recomputation and regional compilation work on. What the tracer could do and this cannot is a
+value that goes around a cut, from one stage to a later one, other than as an argument of the block that begins it:
+that is found out with the first batch, on every process, before anything is sent, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..modules.wrapping import repeated_blocks
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that nobody calls: what they hold is given to stages one by one."""
+
+
+class CannotCutError(ValueError):
+    """Refuse to cut a model, with the reason and what can be done.
+
+    The model has no blocks to divide, fewer of them than stages, or parameters that two stages need. Name the cuts with
+    `PipelineConfig(split_at=...)`, give `example_inputs`, or take fewer stages.
+    """
+
+
+@dataclass
+class Division:
+    """Which stage owns which part of a model."""
+
+    starts: list[str]
+    """The modules with which the stages after the first begin."""
+    parts: dict[str, int | None] = field(default_factory=dict)
+    """Modules that belong to one stage as a whole; None for those without parameters, which every stage has."""
+    loose: dict[str, int] = field(default_factory=dict)
+    """Parameters that belong directly to a module which the cut goes through."""
+    around: list[str] = field(default_factory=list)
+    """The modules that the cut goes through, from the outside in."""
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.starts) + 1
+
+    def part_of(self, tensor: str) -> str | None:
+        """Return the part that a parameter or buffer lies in."""
+        name = tensor
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self.parts:
+                return name
+        return None
+
+    def stage_of(self, tensor: str) -> int | None:
+        """Return the stage that owns a parameter or buffer; None where every stage has it."""
+        part = self.part_of(tensor)
+        return self.loose.get(tensor) if part is None else self.parts[part]
+
+
+def stage_starts(
+    model: nn.Module, split_at: Sequence[str] | None, num_stages: int, asked: str, blocks: Sequence[str] = ()
+) -> list[str]:
+    """Return the names of the modules with which the stages after the first begin.
+
+    `asked` says who wants so many; `blocks` are the classes of the blocks, if they are known.
+    """
+    if split_at is None:
+        return _even_starts(model, num_stages, asked, blocks)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    unknown = [name for name in split_at if name not in names]
+    if unknown:
+        similar = [name for name in names if any(name.rpartition(".")[2] == u.rpartition(".")[2] for u in unknown)]
+        raise CannotCutError(
+            f"PipelineConfig(split_at={list(split_at)}): the model has no module {', '.join(unknown)}. It has "
+            f"{', '.join((similar or names)[:8])}."
+        )
+    if len(split_at) != num_stages - 1:
+        raise CannotCutError(
+            f"PipelineConfig(split_at={list(split_at)}) begins {len(split_at)} new stages, which makes "
+            f"{len(split_at) + 1}, and {asked} has {num_stages}: name {num_stages - 1} modules."
+        )
+    nested = [(a, b) for a in split_at for b in split_at if b.startswith(a + ".")]
+    if nested or len(set(split_at)) != len(split_at):
+        raise CannotCutError(
+            f"PipelineConfig(split_at={list(split_at)}): a stage cannot begin twice, nor with a module inside "
+            "another one that begins a stage."
+        )
+    return list(split_at)
+
+
+def _even_starts(model: nn.Module, num_stages: int, asked: str, classes: Sequence[str]) -> list[str]:
+    blocks = _blocks(model, classes)
+    if not blocks:
+        raise CannotCutError(
+            f"{type(model).__name__} has no list of blocks, so it is not known where to cut it into {num_stages} "
+            "stages. Name the modules with which new stages begin: PipelineConfig(split_at=[...]). An nn.Sequential "
+            "can always be cut."
+        )
+    if len(blocks) < num_stages:
+        raise CannotCutError(
+            f"{asked} has {num_stages} stages, and the model only {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}): "
+            f"at most {len(blocks)} stages would work."
+        )
+    bounds = [round(stage * len(blocks) / num_stages) for stage in range(1, num_stages)]
+    return [blocks[bound] for bound in bounds]
+
+
+def _blocks(model: nn.Module, named: Sequence[str]) -> list[str]:
+    """Return the names of the model's blocks: those in the list that holds most of its parameters."""
+    named = named or getattr(model, "_no_split_modules", None) or ()
+    classes = repeated_blocks(model)
+    best: tuple[int, list[str]] = (0, [])
+    for owner, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            continue
+        children = list(container.named_children())
+        own = [(name, child) for name, child in children if type(child).__name__ in named or type(child) in classes]
+        if not own:  # a sequence of plain layers: any that has parameters may begin a stage
+            own = [(name, child) for name, child in children if any(True for _ in child.parameters())]
+        size = sum(param.numel() for _, child in own for param in child.parameters())
+        if size > best[0] and len(own) > 1:
+            best = (size, [f"{owner}.{name}" if owner else name for name, _ in own])
+    return best[1]
+
+
+def divide(
+    model: nn.Module, starts: list[str], uses: Mapping[str, set[int]] | None = None, *, check_ties: bool = True
+) -> Division:
+    """Give every part of a model to a stage.
+
+    The parts are those that the cuts leave whole. Without `uses`, what is registered before the first block goes to
+    the first stage and what is registered after the last one to the last, as it is written in most models; `uses` says
+    for every parameter in which stages the forward pass takes it.
+    """
+    division = Division(starts)
+    inner = {start.rpartition(".")[0] for start in starts}
+    inner |= {name[:i] for name in inner for i, letter in enumerate(name) if letter == "."} | {""}
+    stage = 0
+
+    def walk(module: nn.Module, name: str) -> None:
+        nonlocal stage
+        division.around.append(name)
+        for own, param in module._parameters.items():
+            if param is not None:
+                division.loose[_join(name, own)] = stage if isinstance(module, _LISTS) else 0
+        for own, child in module._modules.items():
+            full = _join(name, own)
+            if child is None:
+                continue
+            if full in starts:
+                stage = starts.index(full) + 1
+            if full not in starts and (full in inner or isinstance(child, _LISTS)):
+                walk(child, full)
+            else:
+                division.parts[full] = stage if any(True for _ in child.parameters()) else None
+
+    walk(model, "")
+    if uses is not None:
+        _give_by_use(division, uses)
+    if check_ties:
+        _refuse_ties(model, division)
+    return division
+
+
+def _join(owner: str, own: str) -> str:
+    return f"{owner}.{own}" if owner else own
+
+
+def _give_by_use(division: Division, uses: Mapping[str, set[int]]) -> None:
+    found: dict[str, set[int]] = {}
+    for tensor, stages in uses.items():
+        found.setdefault(division.part_of(tensor) or tensor, set()).update(stages)
+    for name, stages in found.items():
+        if len(stages) > 1:
+            raise CannotCutError(_used_in_several(name, stages, division))
+        if name in division.loose:
+            division.loose[name] = min(stages)
+        elif division.parts.get(name) is not None:
+            division.parts[name] = min(stages)
+
+
+def require_use_where_given(division: Division, uses: Mapping[str, set[int]]) -> None:
+    """Refuse a division in which a stage takes parameters that another one owns."""
+    for tensor, stages in uses.items():
+        owner = division.stage_of(tensor)
+        if owner is None or stages == {owner}:
+            continue
+        if len(stages) > 1:
+            raise CannotCutError(_used_in_several(tensor, stages, division))
+        raise CannotCutError(
+            f"{tensor} was given to stage {owner}, because of the place where the model registers it, and the forward "
+            f"pass takes it in stage {min(stages)}. With PipelineConfig(example_inputs=...) every parameter is given "
+            "to the stage that takes it."
+        )
+
+
+def _used_in_several(name: str, stages: set[int], division: Division) -> str:
+    return (
+        f"{name} is used in stages {', '.join(map(str, sorted(stages)))} of {division.num_stages}, and a parameter "
+        f"can live in one of them only (stages begin with {', '.join(division.starts)}). Cut elsewhere with "
+        "PipelineConfig(split_at=[...]), or give every stage its own."
+    )
+
+
+def _refuse_ties(model: nn.Module, division: Division) -> None:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for tied in names.values():
+        stages = {division.stage_of(name) for name in tied}
+        if len(stages) > 1:
+            places = ", ".join(f"{name} (stage {division.stage_of(name)})" for name in tied)
+            raise CannotCutError(
+                f"One parameter has the names {places}: tied parameters must lie in one stage, because their "
+                "gradients come from both places. Untie them (give the head a weight of its own), or cut so that both "
+                "are in one stage."
+            )
+
+
+def parameters_elsewhere(model: nn.Module, division: Division, stages: Sequence[int]) -> list[torch.Tensor]:
+    """Return the parameters that none of these stages owns."""
+    return [param for name, param in model.named_parameters() if division.stage_of(name) not in stages]

@@ -1,0 +1,200 @@
+"""A stage of a cut model: the model's own forward pass, of which only this stage's blocks are real.
+
+See [Note: cutting] in `cutting.py`. A stage is a view of the user's model: it shares every module that it owns and has
+copies of the few that the cut goes through, with stand-ins for what other stages own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...runtime.collectives.nested import leaves
+from ...runtime.modules import owner_of
+from .cutting import CannotCutError, Division
+from .surveying import Handover, Skeleton, tensors_of
+
+_MOST_KNOWN = 64
+
+
+class Absent(nn.Module):
+    """Stand in for a part that another stage owns: it returns fake tensors of the right shapes."""
+
+    def __init__(self, ghost: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["ghost"] = ghost  # not as a submodule: it has no state to save or train
+        self.__dict__["_known"] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the part would return; fake tensors are remembered by the shapes that led to them.
+
+        Anything else, such as a mask or a number, may follow from the values of the inputs, and is computed each time.
+        """
+        given = leaves((args, kwargs))
+        key = tuple((x.shape, x.dtype, type(x)) if isinstance(x, Tensor) else (x, type(x)) for x in given)
+        try:
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # an argument that cannot be compared
+            return self.ghost(*args, **kwargs)
+        versions = _versions(given)
+        result = self.ghost(*args, **kwargs)
+        without_data = all(leaf is None or isinstance(leaf, FakeTensor) for leaf in leaves(result))
+        if without_data and _versions(given) == versions:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = result
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Leave it as it is: there is nothing to compile."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer questions about the part, such as its width."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["ghost"], name)
+
+
+def _versions(data: list[Any]) -> list[int]:
+    """Return how often each tensor that has values was written to."""
+    tensors = [x for x in data if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+class NextStage(Absent):
+    """Stand where the next stage begins, and leave the forward pass with what it is called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave."""
+        raise _Reached((args, kwargs))
+
+
+class _Reached(BaseException):  # not an Exception, so that no `except` in a forward pass takes it for its own
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+
+class StageView:
+    """One stage on this process. `module` is what torch's pipeline runs: `module(received, args, kwargs)`."""
+
+    def __init__(self, model: nn.Module, division: Division, skeleton: Skeleton, index: int) -> None:
+        self.index = index
+        self.is_last = index == division.num_stages - 1
+        self.receives = self.hands_over = Handover()
+        self.output: Any = None
+        """What the last stage returned, whose tensors went the way of the pipeline."""
+        self._division = division
+        self._received: tuple[Tensor, ...] | None = None
+        self._copies: list[tuple[nn.Module, nn.Module]] = []
+        self.module = self._view_of(model, "", skeleton)
+        self._forward = self.module.forward
+        self.module.forward = self._run
+        self._entry = model.get_submodule(division.starts[index - 1]) if index else None
+
+    def _view_of(self, module: nn.Module, name: str, skeleton: Skeleton) -> nn.Module:
+        view = type(module).__new__(type(module))
+        view.__dict__.update(vars(module))
+        for key, value in vars(module).items():  # its own hooks and children
+            if key.startswith("_") and isinstance(value, dict):
+                view.__dict__[key] = value.copy()
+        if "forward" in vars(module):
+            view.__dict__["forward"] = copy.deepcopy(vars(module)["forward"], {id(module): view})
+        for own in list(view._parameters):
+            full = f"{name}.{own}" if name else own
+            if view._parameters[own] is not None and self._division.loose[full] != self.index:
+                replace_by_ghost(view, own, skeleton.model.get_submodule(name))
+        for own, child in module._modules.items():
+            full = f"{name}.{own}" if name else own
+            if child is None:
+                continue
+            if full in self._division.around:
+                view._modules[own] = self._view_of(child, full, skeleton)
+            elif not self.is_last and full == self._division.starts[self.index]:
+                view._modules[own] = NextStage(skeleton.model.get_submodule(full))
+            elif self._division.parts[full] not in (None, self.index) and not isinstance(child, Absent):
+                view._modules[own] = Absent(skeleton.model.get_submodule(full))
+        self._copies.append((module, view))
+        return view
+
+    def begin(self) -> None:
+        """Listen for the first own block; after all other hooks were put on it, because this one comes first."""
+        if self._entry is not None:
+            self._entry.register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
+
+    def take_over(self) -> None:
+        """Let the user's model have the parameters and buffers that sharding put into the copies."""
+        for original, view in self._copies:
+            original._buffers.update(view._buffers)
+            for own, param in view._parameters.items():
+                if param is not None:
+                    original._parameters[own] = param
+
+    def follow(self) -> None:
+        """Take over what was set on the user's model since: train or eval, buffers, and any attribute of its own."""
+        for original, view in self._copies:
+            _take_attributes(original, view)
+
+    def lead(self) -> None:
+        """Give the user's model what the forward pass has set: buffers, and any attribute of its own."""
+        for original, view in self._copies:
+            _take_attributes(view, original)
+
+    def _receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._received is None:  # called otherwise than by this stage: recomputed, or in front of another stage
+            return None
+        received, self._received = self._received, None
+        return self.receives.put_into((args, kwargs), received)
+
+    def _run(self, received: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Run the model's forward pass from the own first block to where the next stage begins, or to the end."""
+        self._received = received if self.index else None
+        try:
+            self.output = self._forward(*args, **kwargs)
+        except _Reached as reached:
+            outputs = self.hands_over.taken_from(reached.call)
+        else:
+            # torch takes outputs out of the graph in place after their backward pass, so a parameter goes as a view.
+            outputs = tuple(
+                leaf.view_as(leaf) if isinstance(leaf, nn.Parameter) else leaf for leaf in tensors_of(self.output)
+            )
+        skipped, self._received = self._received is not None, None
+        if skipped:
+            raise CannotCutError(
+                f"The forward pass did not call {self.receives.start}, which begins stage {self.index}, although it "
+                "did for other micro-batches of this shape: the block that begins a stage cannot be skipped."
+            )
+        return outputs
+
+
+def _take_attributes(source: nn.Module, target: nn.Module) -> None:
+    for key, value in vars(source).items():
+        if key.startswith("_") or key == "forward" or isinstance(value, FakeTensor):
+            continue
+        if vars(target).get(key) is not value:
+            target.__dict__[key] = value
+    target._buffers.update(source._buffers)
+
+
+def replace_by_ghost(module: nn.Module, own: str, ghost: nn.Module) -> None:
+    """Take a parameter out of a module, leaving what has its shape."""
+    del module._parameters[own]
+    module.__dict__[own] = ghost._parameters[own]
+
+
+def keep_stages(model: nn.Module, division: Division, skeleton: Skeleton, stages: Sequence[int]) -> None:
+    """Leave in the user's model what these stages own, under its own names."""
+    for full, stage in division.loose.items():
+        if stage not in stages:
+            owner, own = owner_of(model, full)
+            replace_by_ghost(owner, own, owner_of(skeleton.model, full)[0])
+    for full, part_stage in division.parts.items():
+        if part_stage is not None and part_stage not in stages:
+            owner, own = owner_of(model, full)
+            owner._modules[own] = Absent(skeleton.model.get_submodule(full))

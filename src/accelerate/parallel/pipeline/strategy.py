@@ -1,0 +1,226 @@
+"""Pipeline parallelism: every process of the `pp` axis holds some of the layers; micro-batches pass through them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...config.plugins.parallelism import PipelineConfig
+from ...config.plugins.sharding import FullyShardedDataParallelPlugin
+from ...errors import UnsupportedSettingError
+from ...runtime import phases
+from ...runtime.collectives.nested import TensorInformation
+from ...runtime.group.mesh import Mesh
+from ...runtime.group.runtime import Runtime
+from ..base import Batch, Shares
+from ..mesh.sharded import MeshParallel, norm_of
+from ..modules import materialising
+from ..modules.dtensors import whole
+from ..modules.wrapping import units_of
+from .cutting import Division, divide, parameters_elsewhere, stage_starts
+from .schedules import Pipeline, pipeline_of
+from .stages import StageView, keep_stages
+from .surveying import Skeleton, divided_by_use
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineParallel(MeshParallel):
+    """Cut every model into stages along the `pp` axis; what the other axes do, they do to each stage."""
+
+    holds_whole_models = False
+
+    def __init__(
+        self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin, mixed_precision: str = "no"
+    ) -> None:
+        super().__init__(runtime, mesh, plugin)
+        if mixed_precision == "fp16":
+            raise UnsupportedSettingError(
+                "mixed_precision='fp16' with pp_size > 1",
+                "the stages would have to agree on every overflow.",
+                "Use bf16.",
+            )
+        if plugin.cpu_ram_efficient_loading:
+            raise UnsupportedSettingError(
+                "cpu_ram_efficient_loading=True with pp_size > 1",
+                "every process needs the weights of its own stage.",
+                "Load the model on every process.",
+            )
+        self.config = mesh.config.pp_handler or PipelineConfig()
+        self.size = mesh.size("pp")
+        self.rank = mesh.axis("pp").get_local_rank()
+        self.group: dist.ProcessGroup = mesh.axis("pp").get_group()
+        self.config.microbatches_for(self.size)  # refused now and not with the first batch
+        self._to_place: set[int] = set()
+        # Parameters of other processes' stages: optimizers and lists made before `prepare` still name them.
+        self._elsewhere: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+
+    # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def _place(self, model: nn.Module) -> None:
+        """Wait: a process moves its own stage only, which is known once the model is cut."""
+        self._to_place.add(id(model))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Cut a model, keep this process's stages of it, and spread each of them over the other axes."""
+        if pipeline_of(model) is not None:
+            return model
+        if materialising.has_no_weights(model):
+            raise UnsupportedSettingError(
+                "pp_size > 1 with a model on the meta device",
+                "a stage cannot be given weights by the first process.",
+                "Make the model on the host.",
+            )
+        place = id(model) in self._to_place
+        self._to_place.discard(id(model))
+        division = self._divide(model)
+        own = self.config.stages_of(self.rank, self.size)
+        for param in parameters_elsewhere(model, division, own):
+            self._elsewhere[param] = True
+        units = units_of(model, self.plugin)  # before the cut: a single block that is left is not a repeated one
+        skeleton = Skeleton(model, division, self.runtime.device)
+        keep_stages(model, division, skeleton, own)
+        if place and self.mesh.sharding is None:
+            self._move(model)
+        views = [StageView(model, division, skeleton, index) for index in own]
+        for view in views:
+            inside = set(view.module.modules())
+            self._spread(view.module, self._steps_over([unit for unit in units if unit in inside]))
+            view.take_over()
+            view.begin()
+        vars(model).pop("_original_forward", None)
+        model.forward = Pipeline(views, division, skeleton, self.config, self.group, self.runtime.device)
+        self._wait_for_first_pass(model)
+        self._say(model, division)
+        return model
+
+    def _divide(self, model: nn.Module) -> Division:
+        per_rank = self.config.stages_per_rank or 1
+        asked = f"pp_size={self.size}" + (f" with stages_per_rank={per_rank}" if per_rank > 1 else "")
+        starts = stage_starts(model, self.config.split_at, self.size * per_rank, asked)
+        example = self.config.example_inputs
+        if example is None:
+            return divide(model, starts)
+        example = example() if callable(example) else example
+        kwargs = dict(example) if isinstance(example, dict) else {}
+        args = () if kwargs else tuple(example) if isinstance(example, (tuple, list)) else (example,)
+        return divided_by_use(model, starts, args, kwargs)
+
+    def _say(self, model: nn.Module, division: Division) -> None:
+        if self.runtime.is_main_process:
+            count = self.config.microbatches_for(self.size)
+            chosen = " (as many as there are stages)" if self.config.microbatches is None else ""
+            logger.info(
+                "%s is cut into %d stages, which begin with %s; batches are cut into %d micro-batches%s, which pass "
+                "by the schedule %s.",
+                type(model).__name__,
+                division.num_stages,
+                ", ".join(["its inputs", *division.starts]),
+                count,
+                chosen,
+                self.config.schedule,
+            )
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave an optimizer the parameters of this process's stages; a group may be empty, and stays."""
+        if self._elsewhere:
+            for group in optimizer.param_groups:
+                group["params"] = [param for param in group["params"] if param not in self._elsewhere]
+            for param in [param for param in optimizer.state if param in self._elsewhere]:
+                del optimizer.state[param]
+        super()._rebind(optimizer)
+
+    def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
+        """Return the parameters that took the places of these, without those of other stages."""
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return super().current([param for param in given if param not in self._elsewhere])
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, model: nn.Module, batch: Batch, shares: Shares, backward: Callable[..., None]) -> Tensor:
+        """Pass a batch through the stages and back, and return its mean loss on every process of the pipeline."""
+        pipeline = pipeline_of(model)
+        if pipeline is None:
+            return super().forward_backward(model, batch, shares, backward)
+        if model in self._first_passes:
+            self._first_passes[model].begins(model, batch.args, batch.kwargs)
+        with phases.during(phases.BACKWARD), shares as share:  # its stages wait for each other all the way
+            return pipeline.train(batch, share)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Leave gradients unreduced inside the context."""
+        return self._reducing(model, False)
+
+    def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Reduce gradients again inside the context."""
+        return self._reducing(model, True)
+
+    def _reducing(self, model: nn.Module, reduces: bool) -> AbstractContextManager[object]:
+        pipeline = pipeline_of(model)
+        return nullcontext() if pipeline is None else _reducing(pipeline, reduces)
+
+    def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm over all stages."""
+        own = norm_of(norms, norm_type).to(self.runtime.device, torch.float32)
+        if math.isinf(norm_type):
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.group)
+            return own
+        powers = own**norm_type
+        dist.all_reduce(powers, group=self.group)
+        return powers ** (1.0 / norm_type)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def saves_shards(self) -> bool:
+        """Tell whether every process saves its own part: always, because no process has all of them."""
+        return True
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the states of all stages on the main process, one tensor after the other."""
+        pipeline = pipeline_of(model)
+        if pipeline is None:
+            return super().whole_state(model)
+        own = {name: _on_host(value) for name, value in model.state_dict().items()}
+        members = dist.get_process_group_ranks(self.group)
+        if 0 not in members:
+            return {}
+        contents: list[Any] = [None] * self.size
+        forms = {name: TensorInformation(v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in own.items()}
+        dist.all_gather_object(contents, forms, group=self.group)
+        state = dict(own) if self.runtime.is_main_process else {}
+        for member, content in zip(members[1:], contents[1:], strict=True):
+            for name, form in content.items():
+                if self.runtime.is_main_process:
+                    state[name] = self._received(form, member)
+                elif self.runtime.process_index == member and isinstance(form, TensorInformation):
+                    dist.send(own[name].to(self.runtime.device), dst=0, group=self.group)
+        return {name: state[name] for name in pipeline.names if name in state}
+
+    def _received(self, form: Any, member: int) -> Any:
+        if not isinstance(form, TensorInformation):
+            return form
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.runtime.device)
+        dist.recv(tensor, src=member, group=self.group)
+        return tensor.cpu()
+
+
+def _on_host(value: Any) -> Any:
+    return whole(value).detach().cpu().contiguous() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _reducing(pipeline: Pipeline, reduces: bool) -> Iterator[None]:
+    before, pipeline.reduces = pipeline.reduces, reduces
+    try:
+        yield
+    finally:
+        pipeline.reduces = before

@@ -1,0 +1,303 @@
+"""A model without its weights, and one forward pass through it: what each stage takes, and hands to the next.
+
+[Note: what is handed on] A stage runs the code in front of its own blocks by itself, on the model's inputs and without
+weights, so it knows masks and positions without being told. It is told the rest, and only as arguments of the block
+that it begins with: what depends on parameters, and what was drawn at random, because another process would draw
+something else. The survey names these arguments. It sees one micro-batch, and is used for all that have its shape. So
+it may rely on shapes alone, and each stage checks that its own call has the arguments that the survey names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from ...runtime.collectives.nested import leaves, named_leaves, recursively_apply, send_to_device
+from ...runtime.devices.device import get_device_rng_state
+from .cutting import CannotCutError, Division, divide
+
+
+@dataclass
+class Handover:
+    """What one stage hands to the next: names and forms of arguments of the block that begins it."""
+
+    start: str = ""
+    """The block."""
+    forms: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    """Arguments by their place in the call, such as `[1]['hidden_states']`."""
+
+    def taken_from(self, call: Any) -> tuple[Tensor, ...]:
+        """Pick them from the arguments of a call."""
+        given = dict(named_leaves(call))
+        taken: list[Tensor] = []
+        for name, (shape, _) in self.forms.items():
+            tensor = given.get(name)
+            if not isinstance(tensor, Tensor) or tensor.shape != shape:
+                found = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
+                raise self._differs(f"argument {name} was a tensor of shape {list(shape)}, and is now {found!r:.80}")
+            taken.append(tensor)
+        return tuple(taken)
+
+    def put_into(self, call: Any, received: tuple[Tensor, ...]) -> Any:
+        """Return a call with the arguments that were received."""
+        by_name = dict(zip(self.forms, received, strict=True))
+        names = iter([name for name, leaf in named_leaves(call) if isinstance(leaf, Tensor)])
+
+        def put(leaf: Tensor) -> Tensor:
+            name = next(names)
+            if name not in by_name and isinstance(leaf, FakeTensor) and not isinstance(leaf, nn.Parameter):
+                raise self._differs(f"argument {name} comes from an earlier stage now, and did not then")
+            return by_name.pop(name, leaf)
+
+        filled = recursively_apply(put, call)
+        if by_name:
+            raise self._differs(f"argument {next(iter(by_name))} came from an earlier stage then, and does not now")
+        return filled
+
+    def examples(self) -> tuple[Tensor, ...]:
+        """Return tensors of their form, without memory."""
+        return tuple(
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+            for shape, dtype in self.forms.values()
+        )
+
+    def _differs(self, how: str) -> CannotCutError:
+        return CannotCutError(
+            f"{self.start}, which begins a stage, is called otherwise than for the first micro-batch of this shape: "
+            f"{how}. What a stage hands on may depend on the shapes of the inputs, not on their values. Always hand "
+            "the block the same tensors, or cut elsewhere with PipelineConfig(split_at=[...])."
+        )
+
+
+@dataclass
+class Survey:
+    """What one forward pass showed."""
+
+    handovers: list[Handover]
+    """What the stages after the first are handed."""
+    uses: dict[str, set[int]]
+    """Parameter -> the stages that take it."""
+    changes: list[str]
+    """State that the forward pass changes on every stage, because its new value follows from the inputs."""
+
+
+def tensors_of(data: Any) -> list[Tensor]:
+    """Return the tensors in a nested container, left to right."""
+    return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+
+
+class Skeleton:
+    """The structure of a model whose parameters have shapes, types and a device, and no values.
+
+    Its parameters are fake tensors, and whatever is computed from one is fake too, while masks or positions that come
+    from the model's inputs alone stay real. So a stage can run the code in front of its own blocks at no cost.
+    """
+
+    def __init__(self, model: nn.Module, division: Division, device: torch.device) -> None:
+        self.division = division
+        self._device = device
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copies: dict[int, Any] = {}
+        self._names: dict[int, str] = {}
+
+        def fake(name: str, tensor: Tensor) -> None:
+            if id(tensor) not in copies:
+                with mode:
+                    ghost = torch.empty_like(tensor, device=device, requires_grad=False)
+                copies[id(tensor)] = nn.Parameter(ghost, False) if isinstance(tensor, nn.Parameter) else ghost
+                self._names[id(copies[id(tensor)])] = name
+
+        for name, param in model.named_parameters():
+            fake(name, param)
+        for name, buffer in model.named_buffers():
+            if division.stage_of(name) is None:
+                # Every stage has it: a mask, or the frequencies of a position. A survey may count up a copy only.
+                copies[id(buffer)] = buffer.detach().to(device, copy=True)
+            else:
+                fake(name, buffer)
+        try:
+            self.model: nn.Module = copy.deepcopy(model, copies)
+        except (TypeError, RuntimeError) as error:
+            raise CannotCutError(
+                f"A pipeline needs a copy of {type(model).__name__} without its weights, and something in it cannot "
+                f"be copied: {error}."
+            ) from error
+
+    def survey(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Survey:
+        """Run the forward pass once and see what each stage takes; refuse what cannot be cut."""
+        self.model.train(training)
+        args, kwargs = recursively_apply(torch.clone, (args, kwargs))  # a forward pass may write into its inputs
+        watcher = _Watcher(self._names, self.division, self._device, _SharedState(self.model, self.division))
+        hooks = [
+            self.model.get_submodule(start).register_forward_pre_hook(watcher.begins(index), with_kwargs=True)
+            for index, start in enumerate(self.division.starts, 1)
+        ]
+        try:
+            with torch.no_grad(), watcher:
+                outputs = self.model(*args, **kwargs)
+        except CannotCutError:
+            raise
+        except Exception as error:
+            raise CannotCutError(
+                f"{type(self.model).__name__} could not be followed without computing it, which a pipeline needs: "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}. A forward "
+                "pass that looks at the values of activations, or calls an operator that torch knows no shapes for, "
+                "can only be cut behind it."
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        watcher.finish(outputs)
+        return Survey(watcher.handovers, watcher.uses, watcher.state.changes)
+
+
+def divided_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
+    """Give every part of a model to the stage that takes it when the model is called like this."""
+    anywhere = divide(model, starts, check_ties=False)
+    uses = Skeleton(model, anywhere, torch.device("cpu")).survey(*send_to_device((args, kwargs), "cpu")).uses
+    return divide(model, starts, uses)
+
+
+class _SharedState:
+    """What a forward pass may keep in modules that every stage has: saved buffers, and numbers."""
+
+    def __init__(self, model: nn.Module, division: Division) -> None:
+        self.changes: list[str] = []
+        self._model = model
+        self._division = division
+        self._saved = [name for name in model.state_dict() if division.stage_of(name) is None]
+        self._around = [(name, model.get_submodule(name)) for name in division.around]
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        buffers = dict(self._model.named_buffers())
+        now: dict[str, Any] = {name: (buffers[name], buffers[name]._version) for name in self._saved if name in buffers}
+        for owner, module in self._around:
+            for own, value in vars(module).items():
+                if isinstance(value, (int, float)):
+                    now[f"{owner}.{own}" if owner else own] = value
+        return now
+
+    def require_known_after(self, stage: int) -> None:
+        """Refuse what a stage has changed, unless every stage can do the same."""
+        before, self._before = self._before, self._now()
+        for name, value in self._before.items():
+            old = before.get(name, value)
+            tensor = value[0] if isinstance(value, tuple) else None
+            same = value[0] is old[0] and value[1] == old[1] if tensor is not None else value == old
+            if same:
+                continue
+            if stage > 0 or self._division.part_of(name) is not None or hasattr(tensor, "_made_in_stage"):
+                raise CannotCutError(
+                    f"The forward pass changes {name} in stage {stage}, and the other stages, which have it too, "
+                    "cannot do the same. Keep it in a module with parameters, which one stage owns, such as the block "
+                    "or head that computes it, or outside of the model."
+                )
+            self.changes.append(name)
+
+
+class _Watcher(TorchFunctionMode):
+    """Note for every operation in which stage it runs, and what it takes. See [Note: what is handed on]."""
+
+    def __init__(self, names: dict[int, str], division: Division, device: torch.device, state: _SharedState) -> None:
+        super().__init__()
+        self.stage = 0
+        self.uses: dict[str, set[int]] = {}
+        self.handovers = [Handover(start) for start in division.starts]
+        self._names = names
+        self._division = division
+        self._device = device
+        self.state = state
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation. One that returns no tensor only looks at a shape or type, and takes nothing."""
+        generator = self._generator_state()
+        result = func(*args, **(kwargs or {}))
+        made = tensors_of(args[0] if func is Tensor.__setitem__ else result)
+        if not made:
+            return result
+        drawn = not torch.equal(generator, self._generator_state())
+        taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_of_a_stage(leaf)]
+        for leaf in taken:
+            self._take(leaf, getattr(func, "__name__", str(func)))
+        for leaf in made:
+            if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
+                leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
+        return result
+
+    def _generator_state(self) -> Tensor:
+        state = torch.get_rng_state()
+        return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
+
+    def _is_of_a_stage(self, tensor: Tensor) -> bool:
+        """Tell whether other stages cannot compute a tensor by themselves."""
+        return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
+
+    def _take(self, tensor: Tensor, operation: str) -> None:
+        name = self._names.get(id(tensor))
+        if name is not None:
+            self.uses.setdefault(name, set()).add(self.stage)
+            return
+        made_in = getattr(tensor, "_made_in_stage", self.stage)
+        if made_in != self.stage:
+            raise CannotCutError(
+                f"A tensor of shape {list(tensor.shape)} is made in stage {made_in} and used in stage {self.stage} (by "
+                f"{operation}), around the cut at {self._division.starts[made_in]}: only what the block there is "
+                "called with is handed on. Cut elsewhere with PipelineConfig(split_at=[...]), or hand it to the block."
+            )
+
+    def begins(self, index: int) -> Callable[..., Any]:
+        """Return a hook for the block that begins a stage."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.stage != index - 1:
+                order = f"while stage {self.stage} runs" if self.stage < index else "a second time"
+                raise CannotCutError(
+                    f"{self._division.starts[index - 1]} should begin stage {index}, and the forward pass calls it "
+                    f"{order}: name modules that are called once, in the order in which they are called."
+                )
+            self.state.require_known_after(self.stage)
+            handover = self.handovers[index - 1]
+            names = iter([name for name, leaf in named_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+
+            def receive(leaf: Tensor) -> Tensor:
+                name = next(names)
+                if not self._is_of_a_stage(leaf) or id(leaf) in self._names:
+                    return leaf
+                self._take(leaf, f"the call of {self._division.starts[index - 1]}")
+                handover.forms[name] = (leaf.shape, leaf.dtype)
+                received = leaf.view_as(leaf)
+                received._made_in_stage = index  # type: ignore[attr-defined]
+                return received
+
+            received = recursively_apply(receive, (args, kwargs))
+            self.stage = index
+            return received
+
+        return hook
+
+    def finish(self, outputs: Any) -> None:
+        """Check that all stages ran, and that the last one makes what the model returns."""
+        starts = self._division.starts
+        if self.stage != len(starts):
+            raise CannotCutError(
+                f"The forward pass never calls {starts[self.stage]}, which should begin stage {self.stage + 1}: name "
+                "modules that are called (a list of modules is not; the modules in it are)."
+            )
+        self.state.require_known_after(self.stage)
+        for leaf in tensors_of(outputs):
+            made_in = getattr(leaf, "_made_in_stage", self.stage)
+            if made_in != self.stage:
+                raise CannotCutError(
+                    f"The model returns a tensor of shape {list(leaf.shape)} that stage {made_in} makes; only what "
+                    f"the last stage makes can be returned. Switch it off (hidden states of all layers, for example)."
+                )

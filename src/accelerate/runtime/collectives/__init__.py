@@ -1,0 +1,1 @@
+"""Collectives over nested containers, and a record of the newest ones. Start with `operations`."""

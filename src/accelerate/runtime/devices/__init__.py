@@ -1,0 +1,1 @@
+"""The devices of this machine, through `torch.accelerator`. Start with `device`."""

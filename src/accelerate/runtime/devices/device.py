@@ -1,0 +1,194 @@
+"""Device kinds, through `torch.accelerator`: the one place that knows device names.
+
+On a machine without an accelerator every call of `torch.accelerator` but the availability check raises, so
+each function here asks for availability first.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config.enums import DistributedType
+
+CPU = torch.device("cpu")
+
+_DISTRIBUTED_TYPES = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "hpu": DistributedType.MULTI_HPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "musa": DistributedType.MULTI_MUSA,
+    "neuron": DistributedType.MULTI_NEURON,
+    "npu": DistributedType.MULTI_NPU,
+    "sdaa": DistributedType.MULTI_SDAA,
+    "xpu": DistributedType.MULTI_XPU,
+}
+
+
+def accelerator_type() -> str | None:
+    """Return the kind of accelerator that this machine has, or None."""
+    if not torch.accelerator.is_available():
+        return None
+    current = torch.accelerator.current_accelerator()
+    return current.type if current is not None else None
+
+
+def has_accelerator(kind: str) -> bool:
+    """Tell whether this machine has accelerators of a kind."""
+    return accelerator_type() == kind
+
+
+def default_device() -> torch.device:
+    """Return the accelerator where there is one, else the CPU."""
+    return torch.device(accelerator_type() or "cpu")
+
+
+def device_for(*, local_rank: int, world_size: int, cpu: bool, requested: str | None) -> torch.device:
+    """Choose the device of a process: one accelerator each, by local rank.
+
+    A single process gets the device without an index, as published ("cuda", not "cuda:0").
+    """
+    if requested is not None:
+        return torch.device(requested)
+    kind = accelerator_type()
+    if cpu or kind is None:
+        return CPU
+    if world_size == 1:
+        return torch.device(kind)
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"Local rank {local_rank} on host {socket.gethostname()} has no device: {count} {kind} device(s) are "
+            f"visible and each process needs its own. Start at most {count} processes on this host, or pass cpu=True."
+        )
+    return torch.device(kind, local_rank)
+
+
+def activate(device: torch.device) -> None:
+    """Make a device the current one of its kind."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Tell whether tensors are on this device from the start."""
+    return device.type == "cpu"
+
+
+def finest_float(device: torch.device) -> torch.dtype:
+    """Return the most exact floating-point type that a device can compute with."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def distributed_type_of(device: torch.device) -> DistributedType:
+    """Return the published name of data parallelism on this kind of device."""
+    return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
+
+
+def collective_backend(device: torch.device, requested: str | None) -> str:
+    """Choose the backend for a device, keeping gloo beside it for tensors on the CPU.
+
+    "nccl" is the published default of `InitProcessGroupKwargs` and means no choice where there is no CUDA.
+    """
+    if device.type == "cpu":
+        return "gloo" if requested in (None, "nccl") else str(requested)
+    if requested is None or (requested == "nccl" and device.type != "cuda"):
+        requested = dist.get_default_backend_for_device(device)
+    if ":" in requested:
+        return requested
+    return f"cpu:gloo,{device.type}:{requested}"
+
+
+def ddp_device_ids(device: torch.device) -> list[torch.device] | None:
+    """Return the `device_ids` that DDP wants: none on the CPU."""
+    return None if device.type == "cpu" else [device]
+
+
+def group_device(device: torch.device) -> torch.device | None:
+    """Return the device to bind a process group to, if it can be bound."""
+    return device if device.type == "cuda" and device.index is not None else None
+
+
+def device_module(device: torch.device) -> Any:
+    """Return torch's module for this kind of device (`torch.cuda`, ...), or None for the CPU."""
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of all accelerators of this process (torch.manual_seed covers the CPU's)."""
+    kind = accelerator_type()
+    if kind is not None:
+        module = getattr(torch, kind)
+        seed_every_device = getattr(module, "manual_seed_all", None) or module.manual_seed  # MPS has one device
+        seed_every_device(seed)
+
+
+def get_device_rng_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the device's default generator."""
+    module = device_module(device)
+    return torch.get_rng_state() if module is None else module.get_rng_state(device)
+
+
+def set_device_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the state of the device's default generator."""
+    module = device_module(device)
+    if module is None:
+        torch.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give cached device memory back; optionally collect garbage first so that there is more to give."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        # torch.accelerator.empty_cache() raises where a device kind brings its own sort of allocator (MPS, NPU).
+        empty_cache = getattr(device_module(default_device()), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+
+
+def free_memory(index: int) -> int | None:
+    """Return the bytes that are free on one of this machine's accelerators, or None where its kind does not say."""
+    kind = accelerator_type()
+    if kind is None:
+        return None
+    module = getattr(torch, kind)
+    ask = getattr(module, "mem_get_info", None)
+    if ask is not None:
+        return int(ask(index)[0])
+    limit = getattr(module, "recommended_max_memory", None)  # MPS shares the host's memory
+    return None if limit is None else int(limit() - module.current_allocated_memory())
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a host tensor that an accelerator can fetch by itself, or the tensor where that is not known."""
+    if tensor.numel() == 0:
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except (RuntimeError, NotImplementedError):
+        return tensor
+
+
+def supports_fp8(device: torch.device) -> bool:
+    """Tell whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        name = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
+        return name.startswith(("gfx94", "gfx95"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def supports_low_precision(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether autocast to this dtype works on the device."""
+    if device.type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported()
+    return True

@@ -1,0 +1,82 @@
+"""Batch sizes that fit, and memory given back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .device import clear_device_cache
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",  # torch's CPU allocator
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says of a convolution too large for the memory left
+)
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Tell whether an exception means that memory ran out."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in _OUT_OF_MEMORY)
+
+
+def release_memory(*objects: Any) -> list[Any]:
+    """Give memory back; returns a None for every object, to be assigned to their names."""
+    released = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorate a function of `batch_size` so that it is tried with smaller ones until memory suffices.
+
+    Each try takes nine tenths of the last size, or what `reduce_batch_size_fn()` returns.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    parameters = inspect.signature(function).parameters
+    takes_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if not parameters:
+        raise TypeError(f"{function.__name__}() must take the batch size as its first argument.")
+
+    @functools.wraps(function)
+    def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:
+        if len(args) >= len(parameters) and not takes_any_number:
+            rest = ", ".join(f"{name}={value!r}" for name, value in zip(list(parameters)[1:], args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{function.__name__}` as the first argument when called, but "
+                f"find_executable_batch_size passes it: call `{function.__name__}({rest})`."
+            )
+        batch_size, last_error = starting_batch_size, None
+        clear_device_cache(garbage_collection=True)
+        while batch_size > 0:
+            try:
+                return function(batch_size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                last_error = error.with_traceback(None)  # its frames would keep the tensors of this try alive
+            clear_device_cache(garbage_collection=True)
+            batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise RuntimeError(
+            "No executable batch size found, reached zero: memory did not suffice even for one sample "
+            f"(starting from {starting_batch_size})."
+        ) from last_error
+
+    return with_fitting_batch_size

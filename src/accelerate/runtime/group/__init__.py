@@ -1,0 +1,1 @@
+"""The process, its process group and its device mesh. Start with `runtime`."""

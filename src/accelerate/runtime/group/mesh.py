@@ -1,0 +1,95 @@
+"""The processes of a run as a grid with named axes, and the groups along them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...config.meshes import beside, groups_like_that_of_all, mesh_over
+from ...config.plugins.parallelism import AXES, VIEWS, ParallelismConfig
+from .runtime import Runtime
+
+
+class Mesh:
+    """Where this process stands in the grid, and with whom it shares what."""
+
+    def __init__(self, config: ParallelismConfig, device_mesh: DeviceMesh) -> None:
+        self.config = config
+        self.device_mesh = device_mesh
+        self._axes = device_mesh.mesh_dim_names or ()
+        # torch keeps a flattened view with the mesh; asking twice gives the same one.
+        with groups_like_that_of_all():
+            self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}
+            self.sharding = self._sharding_mesh()
+        """The mesh FSDP2 works on: copies by shards, or shards alone; None where nothing but layers is split."""
+
+    @classmethod
+    def of(cls, config: ParallelismConfig, runtime: Runtime) -> Mesh:
+        """Return the grid of these sizes; a second Accelerator takes the one that is there, with its groups."""
+        sizes = tuple(config.fitted(runtime.num_processes).size(axis) for axis in AXES)
+        if sizes not in runtime.meshes:
+            needed = set(config.active_mesh_dims)
+            if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+                needed.add("dp_shard")  # FSDP2, which averages the copies, wants an axis to shard over
+            axes = [axis for axis in AXES if axis in needed]
+            runtime.meshes[sizes] = mesh_over(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
+        config.device_mesh = runtime.meshes[sizes]
+        return cls(config, runtime.meshes[sizes])
+
+    def _flattened(self, view: str, members: tuple[str, ...]) -> DeviceMesh | None:
+        names = tuple(axis for axis in self._axes if axis in members)
+        return self.device_mesh[names]._flatten(view) if names else None
+
+    def _sharding_mesh(self) -> DeviceMesh | None:
+        shards = [axis for axis in self._axes if axis in VIEWS["dp_shard_cp"]]
+        if not shards:
+            return None
+        if self.config.tp_enabled:  # one message instead of two for a norm over both
+            self._flattened("dp_shard_cp_tp", (*shards, "tp"))
+        copies = ("dp_replicate",) if self.config.dp_replicate_enabled else ()
+        if len(shards) == 1:
+            names = (*copies, shards[0])
+            return self.device_mesh[names]
+        together = self._views["dp_shard_cp"]
+        assert together is not None
+        return beside(self.device_mesh, "dp_replicate", together) if copies else together
+
+    def size(self, axis: str) -> int:
+        """Return the number of processes along an axis."""
+        return self.config.size(axis)
+
+    def axis(self, axis: str) -> DeviceMesh:
+        """Return the processes that stand along one axis with this one."""
+        return self.device_mesh[axis]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return the number of processes that see different samples."""
+        return self.config.data_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        """Return this process's number among those that see different samples."""
+        view = self._views["dp"]
+        return 0 if view is None else view.get_local_rank()
+
+    @property
+    def data_group(self) -> Any:
+        """The processes that see different samples: None where these are all."""
+        return self._group("dp")
+
+    @property
+    def num_token_ranks(self) -> int:
+        """Return the number of processes that see different tokens."""
+        return self.config.data_parallel_size * self.size("cp")
+
+    @property
+    def token_group(self) -> Any:
+        """The processes that see different tokens, over which gradients are averaged: None where these are all."""
+        return self._group("dp_cp")
+
+    def _group(self, view: str) -> Any:
+        mesh = self._views[view]
+        return None if mesh is None or mesh.size() == dist.get_world_size() else mesh.get_group()

@@ -1,0 +1,1 @@
+"""State of the training loop that every process keeps: accumulation, seeds, progress lines."""

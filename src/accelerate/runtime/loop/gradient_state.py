@@ -1,0 +1,131 @@
+"""Where in an accumulation window, and in which data loader, the training loop is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from ...config.plugins.handlers import GradientAccumulationPlugin
+
+
+class ActiveLoader(Protocol):
+    """What the gradient state asks of a data loader that is being iterated."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+
+def _no_loader() -> None:
+    """Answer for the active loader where there is none."""
+
+
+class GradientState:
+    """The accumulation state of one Accelerator.
+
+    `GradientState()` gives the state of the newest Accelerator, so that code far from it can ask
+    `GradientState().sync_gradients`; a plugin given as argument opens a new state.
+    """
+
+    _current: ClassVar[GradientState | None] = None
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+
+    def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
+        """Return the current state, or a new one for a plugin."""
+        if gradient_accumulation_plugin is None and cls._current is not None:
+            return cls._current
+        state = super().__new__(cls)
+        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
+        state.sync_gradients = True
+        state.plugin_kwargs = plugin.to_kwargs()
+        state._loaders = [_no_loader]
+        cls._current = state
+        return state
+
+    _loaders: list[Callable[[], Any]]  # weak references, outermost first; one that dies takes itself out
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the current state; the next `GradientState()` is a fresh one."""
+        cls._current = None
+
+    @property
+    def initialized(self) -> bool:
+        """Tell whether this is a live state."""
+        return self._current is not None
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of micro-batches per optimizer step."""
+        num_steps: int = self.plugin_kwargs.get("num_steps", 1)
+        return num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Return the published flag; as in accelerate 1.x, a scheduler's step count is never adjusted by it."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Tell whether the end of a data loader closes the accumulation window."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Tell whether gradients are reduced on every micro-batch (less memory, more traffic)."""
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """Return the loader that handed out a batch last and is still being iterated, or None."""
+        return self._loaders[-1]()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """Return the loaders being iterated, outermost first, behind a leading None as published."""
+        return [loader() for loader in self._loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Tell whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Tell whether the active loader has handed out its last batch."""
+        loader = self._loaders[-1]()
+        return loader is not None and bool(loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Return how many samples of the last global batch are real, or -1 where that is not known."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Tell whether XLA reduced the gradients; there is no XLA engine here."""
+        return False
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, loader: ActiveLoader) -> None:
+        self._loaders.append(weakref.ref(loader, self._loaders.remove))
+
+    def _bring_forward(self, loader: ActiveLoader) -> None:
+        """Make the loader that hands out a batch now the active one; with one loader there is nothing to do."""
+        if len(self._loaders) > 2 and self._loaders[-1]() is not loader:
+            self._remove_dataloader(loader)
+            self._add_dataloader(loader)
+
+    def _remove_dataloader(self, loader: ActiveLoader) -> None:
+        self._loaders[1:] = [other for other in self._loaders[1:] if other() is not loader]
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientState(sync_gradients={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, "
+            f"remainder={self.remainder}, plugin_kwargs={self.plugin_kwargs})"
+        )

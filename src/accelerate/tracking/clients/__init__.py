@@ -1,0 +1,1 @@
+"""One file per tracking client, loaded on use."""

@@ -1,0 +1,157 @@
+"""Flag, environment, file, default: in this order, and every value knows where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.launch import launch_command_parser
+from accelerate.config.launch.files import ConfigFile, read_config
+from accelerate.config.launch.options import OPTIONS
+from accelerate.config.launch.parser import typed
+from accelerate.config.launch.settings import LaunchSettings
+from accelerate.config.settings import TrainingSettings
+from accelerate.errors import UnsupportedSettingError
+
+
+def config(tmp_path: Path, text: str) -> ConfigFile:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return read_config(path)
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config(tmp_path, "mixed_precision: fp16\nnum_processes: 2\n")
+    assert LaunchSettings.resolve({}, None).mixed_precision == "no"
+    settings = LaunchSettings.resolve({}, file)
+    assert (settings.mixed_precision, settings.num_processes) == ("fp16", 2)
+    assert settings.origin("mixed_precision") == f"{file.path}: mixed_precision"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = LaunchSettings.resolve({}, file)
+    assert settings.mixed_precision == "bf16"
+    assert settings.origin("mixed_precision") == "environment variable ACCELERATE_MIXED_PRECISION"
+    settings = LaunchSettings.resolve({"mixed_precision": "no"}, file)
+    assert settings.mixed_precision == "no"
+    assert settings.origin("mixed_precision") == "flag --mixed_precision"
+    assert settings.origin("num_machines") == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "word", "complaint"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp17", "choose one of no, fp8"),
+        ("MASTER_PORT", "many", "MASTER_PORT='many'"),
+        ("ACCELERATE_USE_CPU", "maybe", "ACCELERATE_USE_CPU='maybe'"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, word: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, word)
+    with pytest.raises(ValueError, match=complaint):
+        LaunchSettings.resolve({}, None)
+
+
+def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> None:
+    variables = LaunchSettings.resolve(
+        {
+            "cpu": True,
+            "mixed_precision": "bf16",
+            "gradient_accumulation_steps": 4,
+            "debug": True,
+            "dynamo_backend": "no",
+        },
+        None,
+    ).child_variables()
+    assert variables == {
+        "ACCELERATE_USE_CPU": "True",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "True",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+    }
+    assert LaunchSettings.resolve({}, None).child_variables() == {
+        "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "complaint"),
+    [
+        ({"use_megatron_lm": True}, "", r"Megatron-LM \(flag --use_megatron_lm\)"),
+        ({}, "distributed_type: MEGATRON_LM", r"Megatron-LM \(.*config.yaml: distributed_type\)"),
+        ({}, "compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
+        ({"tpu": True}, "", "TPU"),
+    ],
+)
+def test_an_engine_that_has_not_landed_is_refused_by_name(
+    flags: dict[str, Any], text: str, complaint: str, tmp_path: Path
+) -> None:
+    file = config(tmp_path, text)
+    settings = LaunchSettings.resolve(flags, file)
+    with pytest.raises(UnsupportedSettingError, match=complaint):
+        settings.refuse_missing_engines(file)
+
+
+def test_engines_that_are_here_carry_their_settings_into_the_processes(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+    text += "parallelism_config:\n  parallelism_config_tp_size: 2\n"
+    file = config(tmp_path, text)
+    settings = LaunchSettings.resolve({"fsdp_activation_checkpointing": "true"}, file)
+    settings.refuse_missing_engines(file)
+    assert settings.without_effect() == []
+    variables = settings.child_variables()
+    assert {name: variables[name].lower() for name in variables if "FSDP" in name or "PARALLELISM" in name} == {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
+
+
+def test_a_flag_that_nobody_reads_is_told() -> None:
+    settings = LaunchSettings.resolve({"fsdp_version": "2", "fp8_backend": "te", "dynamo_mode": "max-autotune"}, None)
+    told = "\n".join(settings.without_effect())
+    assert "fsdp_version = 2 (flag --fsdp_version) has no effect" in told
+    assert "fp8_backend" in told
+    assert (
+        "dynamo_mode = max-autotune (flag --dynamo_mode) has no effect: it is read with a dynamo_backend only" in told
+    )
+    read = {"mixed_precision": "fp8", "fp8_backend": "ao", "dynamo_backend": "inductor", "dynamo_mode": "max-autotune"}
+    assert LaunchSettings.resolve(read, None).without_effect() == []
+
+
+def test_a_child_knows_what_its_launch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_LAUNCH_ORIGINS", '{"mixed_precision": "flag --mixed_precision"}')
+    settings = TrainingSettings.from_arguments(
+        mixed_precision=None, gradient_accumulation_steps=1, gradient_accumulation_plugin=None
+    )
+    assert settings.origins["mixed_precision"] == "accelerate launch, flag --mixed_precision"
+
+
+def test_a_launch_can_be_said_again_for_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    file = config(tmp_path, "num_processes: 2\n")
+    words = [
+        "--cpu",
+        "--rdzv_conf",
+        "timeout=9",
+        "--vm",
+        "a",
+        "--vm",
+        "b",
+        "--fp8_pad_inner_dim",
+        "false",
+        "-m",
+        "x.py",
+    ]
+    flags = typed(launch_command_parser().parse_args(words), OPTIONS)
+    said = LaunchSettings.resolve(flags, file).as_words()
+    assert said[:2] == ["--config_file", str(file.path)]
+    again = launch_command_parser().parse_args([*said, "x.py"])
+    assert again.config_file == str(file.path)
+    assert typed(again, OPTIONS) == flags, "what the environment and the file say is not repeated"

@@ -1,0 +1,227 @@
+"""The roll call before a launch on several machines, on the loopback of this one. Real machines: test_machines.py."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from accelerate.errors import LaunchError
+from accelerate.launch.machines import network, preflight
+from accelerate.launch.machines.preflight import Report, call_the_roll, check_port, reach
+from tests.clusters.machines import until
+from tests.ranks.pool import free_port
+from tests.timing import limit
+
+Call = Callable[..., "Future[None]"]
+Hear = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SECONDS_UNTIL_UNREACHABLE", 0.3)
+    monkeypatch.setattr(preflight, "SECONDS_PER_ATTEMPT", 0.2)
+    monkeypatch.setattr(preflight, "SECONDS_BETWEEN_NOTICES", 0.3)
+    monkeypatch.setattr(preflight, "SECONDS_TO_WAIT", 20.0)
+
+
+@pytest.fixture
+def gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SECONDS_TO_WAIT", 1.0)
+
+
+@pytest.fixture
+def hear(capsys: pytest.CaptureFixture[str]) -> Hear:
+    """Wait until the launcher has said something, and return all that it said since."""
+
+    def listen(text: str) -> str:
+        said = ""
+
+        def has_come() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return text in said
+
+        assert until(has_come, 10), said
+        return said
+
+    return listen
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def call(port: int) -> Iterator[Call]:
+    """Let one machine answer the roll, beside the others."""
+    with ThreadPoolExecutor() as threads:
+
+        def answer(rank: int, machines: int = 2, processes: int = 1, hosts: str | None = None) -> Future[None]:
+            report = Report(machine_rank=rank, num_machines=machines, processes_here=processes, host=f"host{rank}")
+            return threads.submit(call_the_roll, report, "127.0.0.1", port, hosts)
+
+        yield answer
+
+
+def talk(port: int, line: bytes) -> socket.socket:
+    """Knock at machine 0 and say something."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            link = socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            continue
+        link.sendall(line)
+        return link
+
+
+def test_machines_that_agree_go_on_in_any_order(call: Call) -> None:
+    calls = [call(rank, machines=3) for rank in (2, 0, 1)]
+    assert [answered.result(5) for answered in calls] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"rank": 0}, "two machines say they are machine 0: host0 and host0. Check --machine_rank."),
+        ({"rank": 1}, "two machines say they are machine 1: host1 and host1."),
+        ({"rank": 2, "machines": 4}, "machine 0 (host0) was started for 3 machines, machine 2 (host2) for 4."),
+        ({"rank": 2, "processes": 8}, "machine 0 (host0) was started for 1 processes per machine, machine 2 (host2)"),
+    ],
+)
+def test_a_disagreement_ends_all_machines(port: int, other: dict[str, int], said: str, call: Call, hear: Hear) -> None:
+    first, second = call(0, machines=3), call(1, machines=3)
+    hear("present: 0 (host0), 1 (host1).")
+    third = Report(
+        machine_rank=other["rank"],
+        num_machines=other.get("machines", 3),
+        processes_here=other.get("processes", 1),
+        host=f"host{other['rank']}",
+    )
+    with talk(port, third.encode()) as link:
+        assert said in link.recv(4096).decode()
+    for answered in (first, second):
+        with pytest.raises(LaunchError) as raised:
+            answered.result(5)
+        assert str(raised.value).startswith("The machines do not agree: ")
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n\r\n", b'{"machine_rank": 1}\n', b"7\n", b"\xff\n", b""])
+def test_other_programs_that_knock_are_sent_away(call: Call, port: int, line: bytes) -> None:
+    first = call(0)
+    link = talk(port, line)
+    second = call(1)
+    assert first.result(5) is second.result(5) is None
+    link.close()
+
+
+def test_a_machine_that_went_is_missed_and_may_come_back(call: Call, port: int, hear: Hear) -> None:
+    first = call(0, machines=3)
+    talk(port, Report(machine_rank=1, num_machines=3, processes_here=1, host="gone").encode()).close()
+    third = call(2, machines=3)
+    hear("nothing was heard from machine 1; present: 0 (host0), 2 (host2).")
+    second = call(1, machines=3)
+    assert first.result(5) is second.result(5) is third.result(5) is None
+
+
+def test_a_missing_machine_is_named_as_the_batch_system_names_it(call: Call, hear: Hear, gives_up: None) -> None:
+    first = call(0, hosts="n[1-2]")
+    hear("accelerate launch: after 0 s nothing was heard from machine 1 (n2); present: 0 (host0).")
+    with pytest.raises(
+        LaunchError, match=r"The machines did not meet: after 1 s nothing was heard from machine 1 \(n2\)"
+    ):
+        first.result(5)
+
+
+def test_machine_0_that_is_somewhere_else_is_told(port: int, gives_up: None) -> None:
+    own = Report(machine_rank=0, num_machines=2, processes_here=1, host="host0")
+    with pytest.raises(LaunchError, match=rf"Note that 192.0.2.7:{port} is not an address of this machine"):
+        call_the_roll(own, "192.0.2.7", port, None)
+
+
+def test_a_machine_waits_for_machine_0_to_be_started(call: Call, port: int, hear: Hear) -> None:
+    second = call(1)
+    hear(f"127.0.0.1 answers, but nobody listens on port {port} yet (0 s): is the launch running on machine 0")
+    assert call(0).result(5) is second.result(5) is None
+
+
+def test_nobody_listens(call: Call, port: int, gives_up: None) -> None:
+    with pytest.raises(LaunchError, match=rf"Nobody listened on 127.0.0.1:{port} for 1 s."):
+        call(1).result(5)
+
+
+def test_a_run_that_has_begun_lets_nobody_in(
+    call: Call, port: int, hear: Hear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "SECONDS_TO_WAIT", 1.5)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(0.1)
+        second = call(1)
+        while not second.done():
+            with suppress(TimeoutError):
+                server.accept()[0].close()
+    hear("does not accept machine 1 (host1): the run there has begun without it")
+    with pytest.raises(
+        LaunchError, match=rf"The program at 127.0.0.1:{port} never accepted this machine \(1 \(host1\)\)"
+    ):
+        second.result()
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(
+        LaunchError, match=r"cannot reach nowhere.invalid:29500, .*: the name is unknown\. Check --main_p"
+    ):
+        reach("nowhere.invalid", 29500)
+
+
+def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*args: object, **kwargs: object) -> socket.socket:
+        time.sleep(0.1)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    began = time.monotonic()
+    with pytest.raises(
+        LaunchError, match=rf"This machine \({socket.gethostname()}\) cannot reach 10.0.0.9:29500, .*: no an"
+    ):
+        reach("10.0.0.9", 29500)
+    assert time.monotonic() - began < limit(1)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_something_listens(port: int, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family):
+        reach(address, port)
+        with pytest.raises(
+            LaunchError, match=rf"Port {port} on this machine .* cannot be used: Address already in use"
+        ):
+            check_port(port)
+    check_port(port)
+
+
+def test_machines_meet_by_the_new_addresses_too(port: int) -> None:
+    reports = [Report(machine_rank=rank, num_machines=2, processes_here=1, host="here") for rank in range(2)]
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(call_the_roll, report, "::1", port, None) for report in reports]
+        assert [answered.result(5) for answered in calls] == [None, None]
+
+
+def test_the_addresses_of_this_machine() -> None:
+    assert network.is_here("127.0.0.1")
+    assert network.is_here("localhost")
+    assert network.is_here(socket.gethostname())
+    assert not network.is_here("192.0.2.1")
+    assert not network.is_here("nowhere.invalid")
+    assert network.local_address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.interface_towards("127.0.0.1") == "lo"
+    assert network.local_address_towards("nowhere.invalid") is network.interface_towards("nowhere.invalid") is None

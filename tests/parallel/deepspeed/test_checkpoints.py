@@ -1,0 +1,117 @@
+"""What DeepSpeed's engines own is saved and committed as everything else, and loads on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from tests.ranks import RankFailure, ranks, run_on_ranks
+
+from ..small_transformer import loader, loss_of, model
+from .engines import config, needs_fp16, run
+
+pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_resumed_run_goes_on(stage: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"stage": stage, "accumulation": 2, "scheduled": True}
+    whole = run_on_ranks(2, run, steps=12, save_to=str(tmp_path / "saved"), save_at=6, **options)[0]
+    resumed = run_on_ranks(2, run, steps=6, load_from=str(tmp_path / "saved"), **options)[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"][6:], abs=1e-5)
+    assert resumed["rates"] == whole["rates"]
+
+
+@pytest.mark.parametrize("there", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_goes_on_on_another_number_of_ranks(stage: int, there: int, tmp_path: Path) -> None:
+    here = 3 - there
+    whole = run_on_ranks(there, run, stage=stage, steps=12, save_to=str(tmp_path / "saved"), save_at=6)[0]
+    resumed = run_on_ranks(here, run, stage=stage, steps=6, load_from=str(tmp_path / "saved"))[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"][6:], abs=1e-5)
+
+
+def test_another_stage_is_refused(tmp_path: Path) -> None:
+    run_on_ranks(2, run, stage=2, steps=2, save_to=str(tmp_path / "saved"))
+    with pytest.raises(RankFailure, match="model: ZeRO-3 here and ZeRO-2 in the checkpoint"):
+        run_on_ranks(2, run, stage=3, steps=2, load_from=str(tmp_path / "saved"))
+    with pytest.raises(RankFailure, match=r"missing in .*model \(model.safetensors\)"):
+        run_on_ranks(2, run, stage=None, steps=2, load_from=str(tmp_path / "saved"))
+
+
+@needs_fp16
+def test_the_number_format_of_the_weights_is_kept(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"stage": 2, "mixed_precision": "fp16", "sections": {"fp16": {"enabled": True}}}
+    whole = run_on_ranks(2, run, steps=8, save_to=str(tmp_path / "saved"), save_at=4, **options)[0]
+    resumed = run_on_ranks(2, run, steps=4, load_from=str(tmp_path / "saved"), **options)[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"][4:], abs=1e-5)
+
+
+@ranks(2)
+def test_a_save_in_the_background_is_of_its_moment(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(stage)))
+        net = model()
+        net, optimizer, batches = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader(4))
+        inputs, targets = next(iter(batches))
+        losses = []
+        for number in range(4):
+            if number == 2:
+                accelerator.save_state(tmp_path / str(stage), wait=False)
+            loss = loss_of(net(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        accelerator.load_state(tmp_path / str(stage))
+        assert loss_of(net(inputs), targets).item() == losses[2]
+
+
+@ranks(2)
+def test_deepspeeds_own_tool_reads_the_weights(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(3)))
+    net = model()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.save_state(tmp_path / "saved")
+    if accelerator.is_main_process:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "saved"), tag="pytorch_model")
+        assert all(torch.equal(whole[name], value) for name, value in before.items())
+        assert (tmp_path / "saved" / "zero_to_fp32.py").is_file()
+
+
+def _save_until_killed(folder: str, stage: int, victim: int) -> None:
+    """Save after every step; one rank is killed while files are being written over a committed checkpoint."""
+    if os.environ["RANK"] == str(victim):
+        threading.Thread(target=_kill_this_process_in_a_save, args=(Path(folder),), daemon=True).start()
+    run(stage, steps=64, save_to=f"{folder}/saved", save_always=True)
+
+
+def _kill_this_process_in_a_save(folder: Path) -> None:
+    while not (folder / "saved" / "commit.json").exists():
+        pass
+    while not any(folder.glob("saved.partial-*/pytorch_model/*")):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL")
+@pytest.mark.parametrize(("stage", "victim"), [(2, 0), (3, 1)])
+def test_a_kill_in_the_middle_of_a_save_leaves_a_committed_checkpoint(stage: int, victim: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_on_ranks(2, _save_until_killed, folder=str(tmp_path), stage=stage, victim=victim)
+    done = json.loads((tmp_path / "saved" / "commit.json").read_text())["step"]
+    unbroken = run_on_ranks(2, run, stage=None, steps=done + 4)[0]
+    resumed = run_on_ranks(2, run, stage=stage, steps=4, load_from=str(tmp_path / "saved"))[0]
+    assert resumed["losses"] == pytest.approx(unbroken["losses"][done:], abs=1e-5)

@@ -1,0 +1,120 @@
+"""One watcher per open group, and no trace of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import torch.distributed as dist
+
+from accelerate import Accelerator, PartialState
+from accelerate.watch.hangs.verdict import Verdict
+from accelerate.watch.hangs.watcher import Watcher
+from accelerate.watch.place import COLLECTIVE, USERS, Place
+from accelerate.watch.reports import Report
+from tests.ranks import ranks
+from tests.timing import limit
+
+
+def watchers() -> int:
+    return sum(thread.name == "accelerate watcher" for thread in threading.enumerate())
+
+
+@ranks(2)
+def test_a_group_has_one_watcher_as_long_as_it_is_open() -> None:
+    accelerator = Accelerator(cpu=True)
+    PartialState()
+    assert watchers() == 1
+    PartialState._reset_state()  # the group stays open
+    assert watchers() == 1
+    accelerator = Accelerator(cpu=True)
+    assert watchers() == 1
+    accelerator.end_training()
+    assert watchers() == 0
+    assert not dist.is_initialized()
+
+
+@ranks(2)
+def test_what_belongs_to_the_program_is_given_back() -> None:
+    def own(number: int, frame: object) -> None:
+        """Handle a signal of the user's."""
+
+    taken = signal.SIGRTMIN + 7
+    signal.signal(taken, own)
+    numbers = range(taken, signal.SIGRTMAX)
+    handlers = [signal.getsignal(number) for number in numbers]
+    exit_before = sys.exit
+    try:
+        accelerator = Accelerator(cpu=True)
+        assert signal.getsignal(taken) is own
+        accelerator.end_training()
+        assert sys.exit is exit_before
+        assert "accelerate" not in getattr(sys.excepthook, "__module__", "")  # torch leaves one of its own
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    finally:
+        signal.signal(taken, signal.SIG_DFL)
+
+
+@ranks(2)
+def test_a_forked_child_leaves_the_watcher_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    child = os.fork()
+    if child == 0:
+        from accelerate import watch
+
+        assert watch._running is not None
+        watch._running.end()  # as the exit functions do
+        if watch._running._ended:
+            os._exit(3)
+        PartialState()  # as a data worker may
+        os._exit(4 if watchers() else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert watchers() == 1
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@ranks(2)
+def test_a_group_that_its_user_closes() -> None:
+    Accelerator(cpu=True)
+    dist.destroy_process_group()
+    PartialState._reset_state()
+    from accelerate import watch
+
+    assert watch._running is not None
+    watch._running._thread.join(10)
+    assert watchers() == 0
+
+
+@ranks(2)
+def test_a_notice_comes_again_after_twice_the_time() -> None:
+    accelerator = Accelerator(cpu=True)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    own = Report(rank=0, place=Place(phase=COLLECTIVE), still=3, idle=3)
+    for expected in (6.0, 12.0, 24.0):
+        watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
+        assert watcher._patience == expected
+    watcher._interrupter.close()
+    accelerator.end_training()
+
+
+@ranks(2)
+def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge() -> None:
+    accelerator = Accelerator(cpu=True)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    watcher._observer.lost_by = RuntimeError("Connection closed by peer")
+    before = Report(rank=0, place=Place(phase=USERS), still=0, idle=0)
+    knowing = Report(rank=0, place=Place(phase=COLLECTIVE), still=0, idle=0, lost=True)
+    watcher._act(Verdict(fatal=False, culprits=[0], text="", again_in=1.0), before)
+    watcher._act(Verdict(fatal=False, culprits=[0], text="Rank 0 is busy."), before)
+    watcher._act(Verdict(fatal=False, culprits=[], text="", again_in=1.0), knowing)
+    assert watcher._heard.empty()
+    assert not watcher._stopping.is_set()
+    watcher._act(Verdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
+    watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
+    assert [watcher._heard.get(timeout=limit(5)).text for _ in range(2)] == ["Rank 1 has left.", "Rank 1 is stopped."]
+    assert watcher._stopping.is_set()
+    watcher._interrupter.close()
+    accelerator.end_training()
