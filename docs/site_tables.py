@@ -21,7 +21,7 @@ if str(SOURCES) not in sys.path:
 
 from accelerate.commands.launch import launch_command_parser  # noqa: E402
 from accelerate.config.launch.options import BY_NAME, Option  # noqa: E402
-from accelerate.launch import verdict as launcher  # noqa: E402
+from accelerate.launch.processes import verdict as launcher  # noqa: E402
 from accelerate.runtime import phases  # noqa: E402
 from accelerate.watch.hangs.verdict import Absence, judge  # noqa: E402
 from accelerate.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402

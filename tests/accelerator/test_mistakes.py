@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.launch.verdict import Ending, judge, remedy
+from accelerate.launch.processes.verdict import Ending, judge, remedy
 from tests.training import loss_of, make_data, make_model
 
 

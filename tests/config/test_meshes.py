@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate.checkpoint.commit.group import Crew
+from accelerate.checkpoint.group import Crew
 from accelerate.config.plugins.handlers import InitProcessGroupKwargs
 from accelerate.config.plugins.parallelism import ParallelismConfig
 from accelerate.runtime.group.runtime import Runtime

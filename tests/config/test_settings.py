@@ -122,12 +122,12 @@ def test_configuration_is_read_without_torch() -> None:
 import sys
 import accelerate.config.enums, accelerate.config.environment
 import accelerate.config.plugins.handlers, accelerate.config.settings
-import accelerate.errors, accelerate.runtime.group.process
+import accelerate.errors, accelerate.runtime.process
 accelerate.config.settings.TrainingSettings.from_arguments(
     mixed_precision="bf16", gradient_accumulation_steps=2, gradient_accumulation_plugin=None
 ).explain()
 accelerate.config.plugins.handlers.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
-accelerate.runtime.group.process.ProcessInfo.from_environment()
+accelerate.runtime.process.ProcessInfo.from_environment()
 print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)

@@ -1,7 +1,7 @@
 """`accelerate launch --check`: run two optimizer steps, look for mistakes, list them with their lines, and end.
 
 What is looked at here may be right in one script and wrong in another, or costs too much for every step. So it is done
-only where somebody asks. Collectives are compared by the debug mode of `runtime/collectives.py`.
+only where somebody asks. Collectives are compared by the debug mode of `runtime/collectives/operations.py`.
 
 The check itself runs no collective. A rank may step an optimizer that the others do not have, and uneven inputs end on
 one rank before the others. So every rank writes down what should be equal, and the main process compares at the end.

@@ -27,9 +27,9 @@ from ..runtime.loop.progress import while_slow
 from ..runtime.loop.random import set_seed
 from ..watch.place import guard_of_caller
 from .commit.engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
-from .commit.group import Crew
 from .commit.staging import Staging
 from .commit.supplements import Announcements, Opened, Supplement, supplement_folder
+from .group import Crew
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,

@@ -34,7 +34,7 @@ def env_command(args: argparse.Namespace) -> None:
     import torch
 
     from ..runtime.devices.device import accelerator_type
-    from ..runtime.group.process import ProcessInfo
+    from ..runtime.process import ProcessInfo
 
     kind = accelerator_type()
     devices = f"{torch.accelerator.device_count()} x {kind}" if kind is not None else "none"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from .environment import read, read_setting, variable_of
 
 NOT_YET = "this version of the library does not have it yet."
 ORIGINS_VARIABLE = "ACCELERATE_LAUNCH_ORIGINS"
@@ -16,3 +19,15 @@ class Resolved:
 
     value: Any
     origin: str
+
+
+def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
+    """Choose a value: code first, then the environment, then the default."""
+    if in_code is not None:
+        return Resolved(value=in_code, origin="code")
+    from_environment = read_setting(setting)
+    if from_environment is not None:
+        handed_over = json.loads(read(ORIGINS_VARIABLE) or "{}").get(setting)
+        origin = f"accelerate launch, {handed_over}" if handed_over else f"environment variable {variable_of(setting)}"
+        return Resolved(value=from_environment, origin=origin)
+    return Resolved(value=default, origin="default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +11,15 @@ from .enums import PrecisionType
 from .environment import (
     asks_for_deepspeed,
     asks_for_parallelism,
-    read,
     read_fsdp,
-    read_setting,
     requested_engine,
-    variable_of,
 )
-from .origins import NOT_YET, ORIGINS_VARIABLE, Resolved
+from .origins import NOT_YET, Resolved, resolve
 from .plugins.compilation import SETTING_OF_FIELD, TorchDynamoPlugin
 from .plugins.deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .plugins.handlers import GradientAccumulationPlugin
 from .plugins.parallelism import ParallelismConfig
 from .plugins.sharding import FullyShardedDataParallelPlugin
-
-
-def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
-    """Choose a value: code first, then the environment, then the default."""
-    if in_code is not None:
-        return Resolved(value=in_code, origin="code")
-    from_environment = read_setting(setting)
-    if from_environment is not None:
-        handed_over = json.loads(read(ORIGINS_VARIABLE) or "{}").get(setting)
-        origin = f"accelerate launch, {handed_over}" if handed_over else f"environment variable {variable_of(setting)}"
-        return Resolved(value=from_environment, origin=origin)
-    return Resolved(value=default, origin="default")
 
 
 @dataclass(frozen=True, kw_only=True)

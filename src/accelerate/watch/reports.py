@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,16 @@ def state_of_process(host: str, pid: int) -> str:
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"is stopped (process {pid}: SIGSTOP or a debugger; `kill -CONT {pid}` lets it go on)"
     return f"is alive, but no Python runs in it (process {pid}: a native call holds the interpreter)"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Write ranks as people do: "Rank 3", "Ranks 0, 2-5"."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{'Rank' if len(ordered) == 1 else 'Ranks'} {shown or 'none'}"

@@ -8,7 +8,7 @@ import pytest
 
 from accelerate import PartialState
 from accelerate.checkpoint.commit.engine import CheckpointEngine, CheckpointError, LoadReport
-from accelerate.checkpoint.commit.group import Crew
+from accelerate.checkpoint.group import Crew
 from accelerate.runtime.group.runtime import Runtime
 from tests.ranks import ranks
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from accelerate.config.enums import DistributedType
 from accelerate.config.plugins.handlers import InitProcessGroupKwargs
 from accelerate.errors import RuntimeConflictError
-from accelerate.runtime.group.process import ProcessInfo
 from accelerate.runtime.group.runtime import Runtime
+from accelerate.runtime.process import ProcessInfo
 from tests.ranks import ranks, run_on_ranks
 
 

@@ -20,6 +20,7 @@ import torch
 
 from ..formats import codec
 from ..formats.saving import flush
+from ..group import Crew
 from ..layout import (
     COMMIT_FILE,
     PROGRESS_FILE,
@@ -31,7 +32,6 @@ from ..layout import (
 )
 from ..parts.states import Part
 from ..storage.store import Store
-from .group import Crew
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()

@@ -27,11 +27,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ...runtime.group.runtime import Runtime
+from ..group import LostProcessError
 from ..layout import CommitRecord, iteration_of
 from ..parts.states import Part
 from ..storage.store import Store
 from .engine import CheckpointEngine, CheckpointError, all_files, naming
-from .group import LostProcessError
 
 SECONDS_TO_COME, SECONDS_TO_ADD = 2.0, 30.0
 """How long the coordinator waits for ranks that came to the last save, and for those that have come."""

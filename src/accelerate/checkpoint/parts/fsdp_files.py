@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...parallel.modules.unwrapping import extract_model_from_parallel, own_name
-from ..commit.group import Crew
 from ..formats.model_files import save_model_files
+from ..group import Crew
 from ..layout import model_folder, numbered, optimizer_folder
 from .shards import ShardedModelPart, ShardedOptimizerPart, read_tensors, sizes_in
 from .states import ModelPart, OptimizerPart, with_ties

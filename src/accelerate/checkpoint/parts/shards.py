@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..commit.group import Crew
 from ..formats import codec
+from ..group import Crew
 from .states import ModelPart, OptimizerPart
 
 PLAIN_FILE = "plain.bin"

@@ -17,9 +17,9 @@ from ...parallel.base import EngineState, params_of
 from ...parallel.modules.dtensors import gathered, is_spread, spread_like
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
-from ..commit.group import Crew
 from ..formats import codec
 from ..formats.saving import each_memory_once, memory_of
+from ..group import Crew
 from ..layout import PROGRESS_FILE
 
 if TYPE_CHECKING:

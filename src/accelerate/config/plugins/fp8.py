@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import UnsupportedSettingError
 from ...errors.callers import warn
 from ..enums import FP8BackendType
-from ..settings import resolve
+from ..origins import resolve
 from .handlers import KwargsHandler
 
 Filter = Callable[[Any, str], bool]

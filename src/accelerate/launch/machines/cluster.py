@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ...config import environment
-from ...runtime.group.process import ProcessInfo, first_slurm_host, port_of_this_job
+from ...runtime.process import ProcessInfo, first_slurm_host, port_of_this_job
 
 TASKS_PER_MACHINE = "ACCELERATE_TASKS_PER_MACHINE"
 """What the head of a job knows and the launchers that it starts, one per machine, do not."""

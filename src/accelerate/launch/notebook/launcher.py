@@ -21,7 +21,7 @@ from ...config.plugins.handlers import InitProcessGroupKwargs
 from ...config.settings import check_precision
 from ...errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
 from ...runtime.group.forks import keep_inheritances
-from ...runtime.group.process import ProcessInfo
+from ...runtime.process import ProcessInfo
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
 from ..processes.signals import ENDING, handlers_kept

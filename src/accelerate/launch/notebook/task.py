@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...config.environment import export_settings, patch_environment, read
-from ...runtime.group.process import ProcessInfo
+from ...runtime.process import ProcessInfo
 from ..processes.signals import answer_with
 from ..processes.worker import TOLD, ending_by
 
@@ -128,7 +128,7 @@ class Task:
         left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
         if not left:
             return None
-        from ..verdict import Ending, judge
+        from ..processes.verdict import Ending, judge
         from .failures import WorkerFailedError
 
         last = max(failure["attempt"] for failure in left)

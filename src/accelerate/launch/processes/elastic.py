@@ -33,9 +33,9 @@ from ...errors import START_ME_AGAIN, LaunchError
 from ..machines.failure_exchange import SECONDS_TO_HEAR, News
 from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
 from ..say import quieted, say
-from ..verdict import Ending, judge
 from .guard import Guard
 from .signals import answer_with, answered_by
+from .verdict import Ending, judge
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 """After the first failure, so that ranks which fail by themselves can say so."""

@@ -18,9 +18,9 @@ from ..machines import preflight
 from ..machines.network import is_here, local_address_towards
 from ..plan import Plan, command_of
 from ..say import say
-from ..verdict import judge, panel
 from .guard import Guard
 from .signals import answered_by, leave_at_once
+from .verdict import judge, panel
 from .worker import LAUNCHER
 
 if TYPE_CHECKING:

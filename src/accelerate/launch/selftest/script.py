@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from ... import __version__
 from ...config.environment import patch_environment, read
-from ...runtime.group.process import ProcessInfo
+from ...runtime.process import ProcessInfo
 from .checks import CHECKS, Check, UnexpectedResult
 from .speed import FACTS
 

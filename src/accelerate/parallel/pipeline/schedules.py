@@ -13,13 +13,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ...config.plugins.parallelism import PipelineConfig
 from ...errors.callers import warn
-from ...runtime.collectives.nested import TensorInformation, leaves, named_leaves, recursively_apply
+from ...runtime.collectives.nested import TensorInformation, leaves, named_leaves, recursively_apply, tensors_of
 from ..base import Batch
 from ..modules.dtensors import whole
 from ..modules.means import divisors_of, is_sum
 from .cutting import CannotCutError, Division, require_use_where_given
 from .stages import StageView
-from .surveying import Handover, Skeleton, Survey, tensors_of
+from .surveying import Handover, Skeleton, Survey
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 _MOST_PLANS, _MOST_SURVEYS = 8, 256

@@ -13,61 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...runtime.collectives.nested import leaves
+from ...runtime.collectives.nested import tensors_of
 from ...runtime.modules import owner_of
+from ..modules.placeholder import Placeholder
 from .cutting import CannotCutError, Division
-from .surveying import Handover, Skeleton, tensors_of
-
-_MOST_KNOWN = 64
+from .surveying import Handover, Skeleton
 
 
-class Absent(nn.Module):
-    """Stand in for a part that another stage owns: it returns fake tensors of the right shapes."""
-
-    def __init__(self, ghost: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["ghost"] = ghost  # not as a submodule: it has no state to save or train
-        self.__dict__["_known"] = {}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the part would return; fake tensors are remembered by the shapes that led to them.
-
-        Anything else, such as a mask or a number, may follow from the values of the inputs, and is computed each time.
-        """
-        given = leaves((args, kwargs))
-        key = tuple((x.shape, x.dtype, type(x)) if isinstance(x, Tensor) else (x, type(x)) for x in given)
-        try:
-            if key in self._known:
-                return self._known[key]
-        except TypeError:  # an argument that cannot be compared
-            return self.ghost(*args, **kwargs)
-        versions = _versions(given)
-        result = self.ghost(*args, **kwargs)
-        without_data = all(leaf is None or isinstance(leaf, FakeTensor) for leaf in leaves(result))
-        if without_data and _versions(given) == versions:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = result
-        return result
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Leave it as it is: there is nothing to compile."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer questions about the part, such as its width."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["ghost"], name)
-
-
-def _versions(data: list[Any]) -> list[int]:
-    """Return how often each tensor that has values was written to."""
-    tensors = [x for x in data if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
-class NextStage(Absent):
+class NextStage(Placeholder):
     """Stand where the next stage begins, and leave the forward pass with what it is called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +71,8 @@ class StageView:
                 view._modules[own] = self._view_of(child, full, skeleton)
             elif not self.is_last and full == self._division.starts[self.index]:
                 view._modules[own] = NextStage(skeleton.model.get_submodule(full))
-            elif self._division.parts[full] not in (None, self.index) and not isinstance(child, Absent):
-                view._modules[own] = Absent(skeleton.model.get_submodule(full))
+            elif self._division.parts[full] not in (None, self.index) and not isinstance(child, Placeholder):
+                view._modules[own] = Placeholder(skeleton.model.get_submodule(full))
         self._copies.append((module, view))
         return view
 
@@ -197,4 +150,4 @@ def keep_stages(model: nn.Module, division: Division, skeleton: Skeleton, stages
     for full, part_stage in division.parts.items():
         if part_stage is not None and part_stage not in stages:
             owner, own = owner_of(model, full)
-            owner._modules[own] = Absent(skeleton.model.get_submodule(full))
+            owner._modules[own] = Placeholder(skeleton.model.get_submodule(full))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ...runtime.collectives.nested import leaves, named_leaves, recursively_apply, send_to_device
+from ...runtime.collectives.nested import named_leaves, recursively_apply, send_to_device, tensors_of
 from ...runtime.devices.device import get_device_rng_state
 from .cutting import CannotCutError, Division, divide
 
@@ -86,11 +86,6 @@ class Survey:
     """Parameter -> the stages that take it."""
     changes: list[str]
     """State that the forward pass changes on every stage, because its new value follows from the inputs."""
-
-
-def tensors_of(data: Any) -> list[Tensor]:
-    """Return the tensors in a nested container, left to right."""
-    return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
 
 
 class Skeleton:
@@ -231,7 +226,7 @@ class _Watcher(TorchFunctionMode):
             self._take(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
             if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
-                leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
+                leaf._made_in_stage = self.stage
         return result
 
     def _generator_state(self) -> Tensor:

@@ -106,6 +106,11 @@ def leaves(data: Any) -> list[Any]:
     return [leaf for _, child in children for leaf in leaves(child)]
 
 
+def tensors_of(data: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested container, left to right."""
+    return [leaf for leaf in leaves(data) if isinstance(leaf, torch.Tensor)]
+
+
 def _children(data: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the direct children of a container with their keys, or None for a leaf."""
     if isinstance(data, torch.Tensor):  # first, because it is the usual leaf

@@ -13,7 +13,7 @@ def set_numa_affinity(
 
     The nearest accelerator is not asked for: ranks and memory nodes are matched in order.
     """
-    from ..group.process import ProcessInfo
+    from ..process import ProcessInfo
 
     if not hasattr(os, "sched_setaffinity"):  # not on macOS
         return []

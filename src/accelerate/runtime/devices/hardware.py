@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from ...errors.callers import warn
-from ..group.process import ProcessInfo
+from ..process import ProcessInfo
 from . import device as devices
 
 _SAFE_KERNEL = "5.5.0"

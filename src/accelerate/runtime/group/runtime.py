@@ -25,8 +25,8 @@ from ...errors.callers import warn
 from ..devices import device as devices
 from ..devices.affinity import set_numa_affinity
 from ..phases import WAITING, during
+from ..process import ProcessInfo
 from .forks import keep_inheritances
-from .process import ProcessInfo
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from ..place import BACKWARD
-from ..reports import Report
+from ..reports import Report, listed
 
 logger = logging.getLogger(__name__)
 
@@ -268,16 +268,3 @@ def _calls_of(reports: Iterable[Report]) -> str:
 
 def _s(reports: list[Report]) -> str:
     return "s" if len(reports) == 1 else ""
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Write ranks as people do: "Rank 3", "Ranks 0, 2-5"."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"{'Rank' if len(ordered) == 1 else 'Ranks'} {shown or 'none'}"

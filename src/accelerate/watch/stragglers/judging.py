@@ -14,7 +14,7 @@ import numpy as np
 
 from ...runtime import phases
 from .. import place
-from ..hangs.verdict import listed
+from ..reports import listed
 from .windows import FIELDS, KEPT, LENGTH, MEDIANS, NUMBER, SPREADS, WHOLE, Table
 
 SHARE_OF_STEP = 0.05

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..terminal.text import clean
+from .reading import clean
 
 FILE_NAME = "ranks.jsonl"
 _TAIL = 1 << 19

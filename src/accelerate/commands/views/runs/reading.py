@@ -293,3 +293,8 @@ def _number(value: Any) -> float | None:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     return _SPELLED_FLOATS.get(value) if isinstance(value, str) else None
+
+
+def clean(text: str) -> str:
+    """Return a name without what would steer the terminal."""
+    return "".join(character if character.isprintable() else "·" for character in text)

@@ -10,7 +10,7 @@ import numpy as np
 from ..charts import Chart, charts_of
 from ..page.page import flat
 from ..runs.finding import FILE_NAME, Runs
-from ..runs.reading import Run, say_lost
+from ..runs.reading import Run, clean, say_lost
 from .text import (
     BOLD,
     DIM,
@@ -19,7 +19,6 @@ from .text import (
     Box,
     Line,
     Span,
-    clean,
     column_means,
     draw,
     render,

@@ -12,9 +12,9 @@ from pathlib import Path
 from .. import ReportError
 from ..runs.finding import find_files, read_runs
 from ..runs.moments import FILE_NAME, Moment, newest_moments
-from ..runs.reading import Run, say_lost
+from ..runs.reading import Run, clean, say_lost
 from .live import follow, has_screen, show_once
-from .text import BOLD, DIM, GREEN, RED, Line, Span, clean, cut, render, run_colour, say_seconds
+from .text import BOLD, DIM, GREEN, RED, Line, Span, cut, render, run_colour, say_seconds
 
 _NARROWEST_BAR = 24
 _COLUMN = 10

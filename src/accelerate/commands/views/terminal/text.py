@@ -48,11 +48,6 @@ def _columns(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def clean(text: str) -> str:
-    """Return a name without what would steer the terminal."""
-    return "".join(character if character.isprintable() else "·" for character in text)
-
-
 def cut(text: str, width: int) -> str:
     """Return a text that takes at most so many columns."""
     if columns(text) <= width:

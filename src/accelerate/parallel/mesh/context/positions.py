@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import UnsupportedSettingError
-from ....runtime.collectives.nested import named_leaves, recursively_apply
+from ....runtime.collectives.nested import named_leaves, recursively_apply, tensors_of
 from ...modules.dtensors import whole
-from ...pipeline.surveying import tensors_of
 
 Cut = Sequence[tuple[Tensor, int]]
 """Tensors that are cut at the moment, each with its sequence dimension."""

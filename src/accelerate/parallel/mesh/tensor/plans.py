@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....runtime.modules import owner_of
 from ...modules.materialising import Ties
+from ...modules.placeholder import Placeholder
 from ...modules.wrapping import is_called
-from ...pipeline.stages import Absent
 from ..context.ring import require_no_recurrence
 from .partial_gradients import some, sum_partial_gradients
 from .transformers_styles import require_known_to_transformers, split_by_transformers
@@ -107,7 +107,7 @@ def _layers_of(
             rest[pattern] = style
             continue
         for name in names:
-            if not isinstance(modules[name], Absent):  # another process of the pipeline splits it
+            if not isinstance(modules[name], Placeholder):  # another process of the pipeline splits it
                 layers[name] = modules[name], _style(style, modules[name])
     if not found:
         raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")

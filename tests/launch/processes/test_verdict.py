@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.verdict import Ending, judge, panel
+from accelerate.launch.processes.verdict import Ending, judge, panel
 from tests.launching import COMMAND, Launched, environment, run_accelerate
 from tests.timing import limit
 

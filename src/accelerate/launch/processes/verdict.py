@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..runtime.collectives.last_calls import read_calls
-from .processes.worker import CRASH_FILE_NAME, is_users
+from ...runtime.collectives.last_calls import read_calls
+from .worker import CRASH_FILE_NAME, is_users
 
 # What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
 _SYMPTOMS_OF_A_LOST_PEER = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.runtime.group.process import ProcessInfo, first_slurm_host
+from accelerate.runtime.process import ProcessInfo, first_slurm_host
 
 MEETING_VARIABLES = (
     "MASTER_ADDR",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ...runtime.group.runtime import Runtime
+from ..runtime.group.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...config import environment
-from ...config.environment import LauncherVariables
+from ..config import environment
+from ..config.environment import LauncherVariables
 
 
 @dataclass(frozen=True, kw_only=True)
