@@ -10,8 +10,9 @@ from .. import __version__
 from ..config.launch.parser import VERBS, Parser
 
 MODULE_OF = {
+    "estimate-memory": ".models.estimate_memory",
+    "merge-weights": ".models.merge_weights",
     "report": ".views.report",
-    "to-fsdp2": ".config.to_fsdp2",
     "verify-resume": ".verify.resume",
     "watch": ".views.watch",
 }

@@ -226,7 +226,7 @@ class _Watcher(TorchFunctionMode):
             self._take(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
             if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
-                leaf._made_in_stage = self.stage
+                leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
         return result
 
     def _generator_state(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accelerate.commands.accelerate_cli import main
-from accelerate.commands.estimate_memory import estimate_command_parser
+from accelerate.commands.models.estimate_memory import estimate_command_parser
 from accelerate.inference.estimating import definitions
 from tests.launching import run_accelerate
 
@@ -168,7 +168,7 @@ def test_numbers_that_make_no_sense_are_refused(folder: Path) -> None:
 
 def test_help_needs_no_torch() -> None:
     program = (
-        "import sys; from accelerate.commands.estimate_memory import estimate_command_parser as make;"
+        "import sys; from accelerate.commands.models.estimate_memory import estimate_command_parser as make;"
         "text = make().format_help(); assert '--fsdp' in text; print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"

@@ -6,13 +6,13 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from ..config.launch.options import spellings
-from ..config.launch.parser import verb_parser
+from ...config.launch.options import spellings
+from ...config.launch.parser import verb_parser
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..inference.estimating.estimate import Batch, Estimate, Spread
+    from ...inference.estimating.estimate import Batch, Estimate, Spread
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
@@ -83,7 +83,7 @@ def add_parser(verbs: Any) -> None:
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Estimate, and print tables."""
-    from ..inference.estimating.definitions import DefinitionError
+    from ...inference.estimating.definitions import DefinitionError
 
     try:
         model, estimates = _estimates(args)
@@ -98,13 +98,13 @@ def estimate_command(args: argparse.Namespace) -> None:
 def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
     from dataclasses import replace
 
-    from ..inference.estimating.definitions import (
+    from ...inference.estimating.definitions import (
         DefinitionError,
         create_empty_model,
         load_function,
         model_from_function,
     )
-    from ..inference.estimating.estimate import estimate
+    from ...inference.estimating.estimate import estimate
 
     if (args.model_name is None) == (args.model is None):
         raise DefinitionError("name one model: a folder or a name on the hub, or --model module:callable.")
@@ -125,7 +125,7 @@ def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
 
 
 def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, str | None]:
-    from ..inference.estimating.definitions import NoBatchError, batch_from_function, example_batch
+    from ...inference.estimating.definitions import NoBatchError, batch_from_function, example_batch
 
     if args.inputs is not None:
         return batch_from_function(args.inputs, args.batch_size, args.sequence_length), None
@@ -143,7 +143,7 @@ def _as_given(batch: Batch) -> Any:
 
 
 def _spread(args: argparse.Namespace) -> Spread:
-    from ..inference.estimating.estimate import Spread
+    from ...inference.estimating.estimate import Spread
 
     return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
 
@@ -216,7 +216,7 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
 
 
 def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
-    from ..inference.quantized import layers_to_convert
+    from ...inference.quantized import layers_to_convert
 
     notes = []
     reasons: dict[str, list[str]] = {}
@@ -248,7 +248,7 @@ def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]
 
 
 def _size(size: int | None) -> str:
-    from ..inference.planning.device_map import readable
+    from ...inference.planning.device_map import readable
 
     return "not known" if size is None else readable(size)
 

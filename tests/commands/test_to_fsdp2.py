@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from accelerate.commands.accelerate_cli import main
-from accelerate.commands.config.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 OLD = Path(__file__).parents[1] / "config" / "written_by_1_15"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..config.launch.options import spellings
-from ..config.launch.parser import verb_parser
+from ...config.launch.options import spellings
+from ...config.launch.parser import verb_parser
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def add_parser(verbs: Any) -> None:
 
 def merge_command(args: argparse.Namespace) -> None:
     """Merge, and say what was written."""
-    from ..checkpoint.parts.fsdp_files import merge_fsdp_weights
+    from ...checkpoint.parts.fsdp_files import merge_fsdp_weights
 
     try:
         merge_fsdp_weights(

@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ...config.launch.files import load_mapping, write_config
-from ...config.launch.options import spellings
-from ...config.launch.parser import verb_parser
+from ..config.launch.files import load_mapping, write_config
+from ..config.launch.options import spellings
+from ..config.launch.parser import verb_parser
 
 _RESHARDS = {
     "FULL_SHARD": True,

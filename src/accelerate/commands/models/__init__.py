@@ -1,0 +1,1 @@
+"""Verbs about the files of a model: its memory, its shards."""
