@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..checkpoint.formats.saving import save
 from ..config.enums import DynamoBackend, RNGType
 from ..config.environment import TRACE_FOLDER, read, read_setting
 from ..config.origins import NOT_YET
@@ -57,22 +55,20 @@ from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, several_plugins_in_use
 from .accumulation import AccumulationWindow
-from .process_methods import ProcessMethods
+from .arguments import Handlers, compilation_in_code, one_of, refuse_unsupported
+from .checkpoint_methods import CheckpointMethods
+from .tracking_methods import TrackingMethods
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from ..checkpoint.checkpointer import Checkpointer, Place
-    from ..checkpoint.commit.engine import LoadReport
+    from ..checkpoint.checkpointer import Checkpointer
     from ..tracking.trackers import Trackers
 
 logger = get_logger(__name__)
 
 _unset: Any = object()
-H = TypeVar("H", bound=KwargsHandler)
 
 
-class Accelerator(ProcessMethods):
+class Accelerator(CheckpointMethods, TrackingMethods):
     """Take a PyTorch training loop to any number of processes.
 
     Make one, hand model, optimizer, data loaders and scheduler to `prepare`, and call `backward` for
@@ -135,11 +131,11 @@ class Accelerator(ProcessMethods):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        _refuse_what_has_not_landed(
+        refuse_unsupported(
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
-        handlers = _Handlers(kwargs_handlers or ())
+        handlers = Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
         self.scaler_handler = handlers.take(GradScalerKwargs)
         self.init_handler = handlers.take(InitProcessGroupKwargs)
@@ -156,9 +152,9 @@ class Accelerator(ProcessMethods):
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             fsdp_plugin=fsdp_plugin,
-            deepspeed_plugins=_one_of(deepspeed_plugin, deepspeed_plugins) or several_plugins_in_use(),
+            deepspeed_plugins=one_of(deepspeed_plugin, deepspeed_plugins) or several_plugins_in_use(),
             parallelism_config=parallelism_config,
-            dynamo_plugin=_compilation_in_code(dynamo_backend, dynamo_plugin),
+            dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
         )
         self.state = AcceleratorState(
             mixed_precision=self.settings.mixed_precision,
@@ -217,7 +213,7 @@ class Accelerator(ProcessMethods):
         self._checkpointer: Checkpointer | None = None
         self.flag_tensor: Tensor | None = None
         if read(TRACE_FOLDER) is not None:
-            self._keep_a_diary()
+            self._trace_backward()
         if read_setting("check"):
             from .checking import check  # on first use: hardly any run asks for it
 
@@ -240,18 +236,14 @@ class Accelerator(ProcessMethods):
         Returns:
             The prepared object, or a tuple where several were given.
         """
-        args = tuple(self._taken_over(arg) for arg in args)
-        placements = list(device_placement) if device_placement is not None else [None] * len(args)
-        if len(placements) != len(args):
-            raise ValueError(
-                f"`device_placement` should be a list with {len(args)} elements, one for each object, but it has "
-                f"{len(placements)}."
-            )
+        args = tuple(self._adopt(arg) for arg in args)
+        placements = _placements_of(args, device_placement)
         result = list(args)
-        fresh = [i for i, arg in enumerate(args) if not _is_prepared(arg)]
-        models = [i for i in fresh if isinstance(args[i], nn.Module)]
-        optimizers = [i for i in fresh if isinstance(args[i], Optimizer)]
-        schedulers = [i for i in fresh if _is_scheduler(args[i])]
+        unprepared = [i for i, arg in enumerate(args) if not _is_prepared(arg)]
+        models = [i for i in unprepared if isinstance(args[i], nn.Module)]
+        optimizers = [i for i in unprepared if isinstance(args[i], Optimizer)]
+        loaders = [i for i in unprepared if isinstance(args[i], DataLoader)]
+        schedulers = [i for i in unprepared if _is_scheduler(args[i])]
         prepared = self._prepare_bundle(
             [args[i] for i in models],
             [args[i] for i in optimizers],
@@ -263,9 +255,8 @@ class Accelerator(ProcessMethods):
             result[i] = model
         for i, optimizer in zip(optimizers, prepared.optimizers, strict=True):
             result[i] = self._wrap_optimizer(optimizer, placements[i])
-        for i in fresh:
-            if isinstance(args[i], DataLoader):
-                result[i] = self.prepare_data_loader(args[i], placements[i])
+        for i in loaders:
+            result[i] = self.prepare_data_loader(args[i], placements[i])
         for i, scheduler in zip(schedulers, prepared.schedulers, strict=True):
             result[i] = self.prepare_scheduler(scheduler)
         return result[0] if len(result) == 1 else tuple(result)
@@ -280,7 +271,7 @@ class Accelerator(ProcessMethods):
             device_placement: Whether it is moved to the device; None takes the Accelerator's own setting.
             evaluation_mode: Whether it is not going to be trained. It is then not wrapped for averaging gradients.
         """
-        model = self._taken_over(model)
+        model = self._adopt(model)
         if _is_prepared(model):
             return model
         return self._prepare_bundle([model], [], [device_placement], evaluation=evaluation_mode).models[0]
@@ -292,7 +283,7 @@ class Accelerator(ProcessMethods):
             optimizer: The optimizer of a model that is prepared already.
             device_placement: Whether its state is moved to the device; None takes the Accelerator's own setting.
         """
-        optimizer = self._taken_over(optimizer)
+        optimizer = self._adopt(optimizer)
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         prepared = self._prepare_bundle([], [optimizer], [])
@@ -346,7 +337,7 @@ class Accelerator(ProcessMethods):
         Args:
             scheduler: The scheduler of an optimizer that is prepared already.
         """
-        scheduler = self._taken_over(scheduler)
+        scheduler = self._adopt(scheduler)
         if _is_prepared(scheduler):
             return scheduler
         own = getattr(scheduler, "optimizer", None)
@@ -365,7 +356,7 @@ class Accelerator(ProcessMethods):
         self._schedulers.append(prepared)
         return prepared
 
-    def _taken_over(self, obj: Any) -> Any:
+    def _adopt(self, obj: Any) -> Any:
         """Take what another Accelerator prepared out of its hands; return anything else as it is.
 
         Left there, it would obey that one's accumulation window, and fp16 losses scaled here would be unscaled nowhere.
@@ -733,338 +724,6 @@ class Accelerator(ProcessMethods):
             profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
             self.wait_for_everyone()
 
-    # --- trackers -------------------------------------------------------------------------------------------------
-
-    @property
-    def log_with(self) -> list[Any]:
-        """Return the names and objects of the trackers that were asked for and can be used."""
-        return [] if self._trackers is None else self._trackers.asked_for
-
-    @property
-    def trackers(self) -> list[Any]:
-        """Return the tracker objects, once what was logged so far has reached them."""
-        return [] if self._trackers is None else self._trackers.caught_up()
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, dict[str, Any]] | None = None,
-        *,
-        strict: bool = False,
-    ) -> None:
-        """Open a run in every tracker of `log_with` and store its config, whatever that is made of.
-
-        Args:
-            project_name: Name of the project in every tracker.
-            config: Settings of the run, which every tracker stores.
-            init_kwargs: Options of each tracker by its name: `{"wandb": {"entity": "my_team"}}`.
-            strict: Whether the error of a tracker that fails later is raised. By default it is reported, the tracker
-                is left out, and training goes on.
-        """
-        if self._trackers is not None:
-            self._trackers.begin(project_name, config, init_kwargs or {}, strict=strict)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name, or with `unwrap` its client's own object; other ranks get one that does nothing.
-
-        Args:
-            name: The tracker's name, such as "tensorboard".
-            unwrap: Whether the client's own object is returned.
-        """
-        if self._trackers is None:
-            raise ValueError(f"There is no tracker {name!r}: Accelerator(log_with={name!r}) asks for it.")
-        return self._trackers.named(name, unwrap)
-
-    def log(
-        self,
-        values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: dict[str, dict[str, Any]] | None = None,
-        *,
-        reduce: str | None = None,
-    ) -> None:
-        """Log values to every tracker, and go on before they are written.
-
-        Args:
-            values: Numbers, tensors of one element, or whatever else the trackers take, by name.
-            step: Number of the step; without it the trackers count.
-            log_kwargs: Options of each tracker's own log function, by the tracker's name.
-            reduce: "mean", "sum", "max" or "min": the values of all processes become one first, and every process must
-                call `log` with the same names. Without it the values of the main process are logged.
-        """
-        if self._trackers is not None:
-            self._trackers.log(values, step, log_kwargs or {}, reduce)
-
-    # --- models and files -----------------------------------------------------------------------------------------
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """Return the user's own model from under what `prepare` put around it.
-
-        Args:
-            model: A prepared model.
-            keep_fp32_wrapper: Whether outputs are still converted to fp32 under mixed precision.
-            keep_torch_compile: Whether a compiled model stays compiled.
-        """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's whole state, with the names the user's own model gives.
-
-        Where a model is spread over processes, all of them call it: the main process gets the state, the others an
-        empty one.
-
-        Args:
-            model: A prepared model.
-            unwrap: Whether the names are those of the user's own model; otherwise those of what `prepare` returned.
-        """
-        own = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        if any(param.is_meta for param in own.parameters()):  # its weights are on the host or on disk
-            from ..inference.offload.offloaded import get_state_dict_offloaded_model
-
-            return get_state_dict_offloaded_model(own)
-        return self.strategy.whole_state(own)
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object to disk once: on the main process, or once per host with `save_on_each_node`.
-
-        Args:
-            obj: What is saved.
-            f: The file.
-            safe_serialization: Whether a state dict is written by safetensors instead of `torch.save`.
-        """
-        save(
-            obj,
-            f,
-            save_on_each_node=self.project_configuration.save_on_each_node,
-            safe_serialization=safe_serialization,
-        )
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Save a model's weights where other tools find them, in shards where they are large.
-
-        The main process writes and waits for nobody, so it may be the only one to call this; where a model is spread
-        over processes, all of them call it. Of tied weights the first name is stored. Old files go when the new ones
-        are there.
-
-        Args:
-            model: The model, prepared or not.
-            save_directory: Folder of the files. It is made where it does not exist.
-            max_shard_size: Largest size of a file, in bytes or as "5GB"; a larger model is split, with an index.
-            safe_serialization: Whether to write safetensors; otherwise files of `torch.save`.
-        """
-        from ..checkpoint.formats.model_files import save_model_files
-
-        if isinstance(model, Mapping):
-            raise TypeError(
-                f"save_model() takes a model, and was given a {type(model).__name__}. Give it the model itself, whose "
-                "weights it collects; accelerator.save(state_dict, file) writes a state that you have."
-            )
-        if os.path.isfile(save_directory):
-            raise ValueError(f"save_model needs a folder, and {os.fspath(save_directory)} is a file.")
-        state = self.get_state_dict(model)
-        empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
-        if empty:
-            raise RuntimeError(
-                "You can't save the model since some parameters are on the meta device and have no values: "
-                f"{', '.join(empty[:4])}{', ...' if len(empty) > 4 else ''}. Load them first."
-            )
-        on_each_node = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if on_each_node else self.is_main_process:
-            save_model_files(
-                state, Path(save_directory), max_shard_size=max_shard_size, safe_serialization=safe_serialization
-            )
-        if self.checkpointer.needs_all_ranks([]):  # all are here: none goes on before the files are there
-            self.wait_for_everyone()
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """What makes and loads the checkpoints of everything that was prepared."""
-        if self._checkpointer is None:
-            from ..checkpoint.checkpointer import Checkpointer, Prepared
-
-            prepared = Prepared(
-                models=self._models,
-                optimizers=self._optimizers,
-                schedulers=self._schedulers,
-                loaders=self._dataloaders,
-                window=self.window,
-                strategy=self.strategy,
-                trackers=self._trackers,
-            )
-            self._checkpointer = Checkpointer(self.state._started, self.project_configuration, prepared)
-        return self._checkpointer
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        wait: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Save everything that was prepared or registered, and return where: whole, or not at all.
-
-        Call it on all processes. Where each of them holds the whole model (one process, DDP) the main process may call
-        it alone; the checkpoint then lacks the random states of the others.
-
-        Args:
-            output_dir: Folder or fsspec URL of the checkpoint. With `automatic_checkpoint_naming` it is left out, and
-                the name is chosen.
-            safe_serialization: Whether models that are not sharded are written as safetensors; otherwise by
-                `torch.save`.
-            wait: Whether to return only when the checkpoint is committed. With False training goes on once the state
-                is copied; the next save, load or `end_training` waits for the files, and raises what went wrong.
-            **save_model_func_kwargs: Accepted, because the interface has it; nothing here reads it.
-
-        Returns:
-            The path of the checkpoint.
-        """
-        with phases.during(phases.SAVING):
-            return self.checkpointer.save(
-                None if output_dir is None else os.fspath(output_dir),
-                scaler=self.scaler,
-                safe_serialization=safe_serialization,
-                wait=wait,
-            )
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        *,
-        strict: bool = True,
-        verify: str = "size",
-        **load_model_func_kwargs: Any,
-    ) -> LoadReport:
-        """Restore everything from a checkpoint, or raise and list what does not fit.
-
-        Loaders begin the epoch they were in again, in its order, and the script skips what it has seen; `resume` lets
-        them go on at the next batch.
-
-        Args:
-            input_dir: Folder or URL of a checkpoint. Without it the newest committed one of the project is taken.
-            load_kwargs: Arguments of `torch.load`, for the files that it reads.
-            strict: Whether a difference between checkpoint and run is an error. With False what fits is loaded, and
-                the report lists the rest.
-            verify: What is checked before anything is restored: "size" of every file, or "hash", which reads every
-                byte.
-            **load_model_func_kwargs: Arguments of `load_state_dict` of the models.
-
-        Returns:
-            What was loaded, and what differs.
-        """
-        place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
-        return self._restore(place, load_kwargs, seek=False, strict=strict, verify=verify, **load_model_func_kwargs)
-
-    def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
-        """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
-
-        Every loader goes on at the next batch.
-
-        Args:
-            input_dir: Folder or URL of a checkpoint. Without it the newest automatic checkpoint is looked for.
-            **options: Those of `load_state`.
-        """
-        place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
-        if not self.checkpointer.exists(place):
-            logger.info("There is no checkpoint in %s: the run begins.", input_dir or self.project_dir)
-            return None
-        return self._restore(place, **options, seek=True)
-
-    def _restore(
-        self,
-        place: Place,
-        load_kwargs: dict[str, Any] | None = None,
-        *,
-        seek: bool,
-        strict: bool = True,
-        verify: str = "size",
-        **load_model_func_kwargs: Any,
-    ) -> LoadReport:
-        return self.checkpointer.load(
-            place,
-            scaler=self.scaler,
-            seek=seek,
-            strict=strict,
-            verify=verify,
-            load_options=load_kwargs or {},
-            model_options=load_model_func_kwargs,
-        )
-
-    def save_if_preempted(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Save and leave if the run was asked to, by SIGTERM or by a file `PREEMPT` in the project folder.
-
-        All processes call it, as the last thing of a step, and agree, which costs one small message per call. The
-        program ends with exit code 75, which `accelerate launch` and a batch system take as "start me again".
-
-        Args:
-            output_dir: The checkpoint's folder, as for `save_state`.
-        """
-        reason = self.checkpointer.preempted()
-        if reason is not None:
-            self.checkpointer.leave(self.save_state(output_dir), reason)
-
-    def _keep_a_diary(self) -> None:
-        """Note every backward pass, for `accelerate verify-resume`."""
-        from ..checkpoint.trace import Trace
-
-        plain_backward, plain_pass = self.backward, self.forward_backward
-        trace = self.checkpointer.trace = Trace.from_environment(self.process_index)
-
-        def note(loss: Tensor) -> None:
-            scale = None if self.scaler is None else self.scaler.get_scale()
-            trace.note(loss, self._optimizers, self._dataloaders, scale)
-
-        def backward(loss: Tensor, **kwargs: Any) -> None:
-            plain_backward(loss, **kwargs)
-            note(loss)
-
-        def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
-            noted = trace.count
-            loss = plain_pass(*args, **kwargs)
-            if trace.count == noted:  # a pipeline does not go through backward()
-                note(loss)
-            return loss
-
-        self.checkpointer.register(trace)
-        self.backward = backward  # type: ignore[method-assign]
-        self.forward_backward = forward_backward  # type: ignore[method-assign]
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects, which have `state_dict` and `load_state_dict`, with everything else.
-
-        Args:
-            *objects: Objects with `state_dict` and `load_state_dict`.
-        """
-        self.checkpointer.register(*objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` before every save; weights it removes are not saved again.
-
-        Args:
-            hook: The function.
-        """
-        return self.checkpointer.add_save_hook(hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` before every load; models it removes are not loaded again.
-
-        Args:
-            hook: The function.
-        """
-        return self.checkpointer.add_load_hook(hook)
-
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
         """Return a loader like this one that starts after its first batches.
 
@@ -1118,54 +777,14 @@ class Accelerator(ProcessMethods):
         )
 
 
-class _Handlers:
-    """The `kwargs_handlers` argument: at most one of each kind, and none that nobody reads."""
-
-    def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
-        self._by_type: dict[type, KwargsHandler] = {}
-        for handler in handlers:
-            if not isinstance(handler, KwargsHandler):
-                raise TypeError(
-                    f"Unsupported kwargs handler passed: {handler!r}. kwargs_handlers takes objects such as "
-                    "DistributedDataParallelKwargs(...)."
-                )
-            if type(handler) in self._by_type:
-                raise ValueError(f"You can only pass one {type(handler).__name__} in `kwargs_handlers`: there are two.")
-            self._by_type[type(handler)] = handler
-
-    def take(self, kind: type[H]) -> H | None:
-        return cast("H | None", self._by_type.pop(kind, None))
-
-    def refuse_rest(self) -> None:
-        for kind in self._by_type:
-            raise UnsupportedSettingError(f"kwargs_handlers=[{kind.__name__}()]", NOT_YET, "Leave it out.")
-
-
-def _refuse_what_has_not_landed(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
-
-
-def _one_of(deepspeed_plugin: Any, deepspeed_plugins: Any) -> Any:
-    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+def _placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool | None]:
+    placements = [None] * len(objects) if given is None else given
+    if len(placements) != len(objects):
         raise ValueError(
-            "Accelerator was given deepspeed_plugin and deepspeed_plugins: pass all of them in deepspeed_plugins."
+            f"`device_placement` should be a list with {len(objects)} elements, one for each object, but it has "
+            f"{len(placements)}."
         )
-    return deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
-
-
-def _compilation_in_code(
-    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
-) -> TorchDynamoPlugin | None:
-    if backend is None:
-        return plugin
-    if plugin is not None:
-        raise ValueError(
-            "Accelerator was given dynamo_backend and a dynamo_plugin: give the backend in one place, "
-            "TorchDynamoPlugin(backend=...)."
-        )
-    return TorchDynamoPlugin(backend=backend)
+    return placements
 
 
 def _is_prepared(obj: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Read the arguments of `Accelerator`: handlers of each class once, and arguments that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+from ..config.enums import DynamoBackend
+from ..config.origins import NOT_YET
+from ..config.plugins.compilation import TorchDynamoPlugin
+from ..config.plugins.handlers import KwargsHandler
+from ..errors import UnsupportedSettingError
+
+H = TypeVar("H", bound=KwargsHandler)
+
+
+class Handlers:
+    """The `kwargs_handlers` argument: at most one handler of each class, and none that nothing reads."""
+
+    def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
+        self._by_type: dict[type, KwargsHandler] = {}
+        for handler in handlers:
+            if not isinstance(handler, KwargsHandler):
+                raise TypeError(
+                    f"Unsupported kwargs handler passed: {handler!r}. kwargs_handlers takes objects such as "
+                    "DistributedDataParallelKwargs(...)."
+                )
+            if type(handler) in self._by_type:
+                raise ValueError(f"You can only pass one {type(handler).__name__} in `kwargs_handlers`: there are two.")
+            self._by_type[type(handler)] = handler
+
+    def take(self, kind: type[H]) -> H | None:
+        """Return the handler of a class, which is then read."""
+        return cast("H | None", self._by_type.pop(kind, None))
+
+    def refuse_rest(self) -> None:
+        """Raise for a handler that nothing has read."""
+        for kind in self._by_type:
+            raise UnsupportedSettingError(f"kwargs_handlers=[{kind.__name__}()]", NOT_YET, "Leave it out.")
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raise for an argument of the published interface that has no effect in this version."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
+
+
+def one_of(deepspeed_plugin: Any, deepspeed_plugins: Any) -> Any:
+    """Return the DeepSpeed plugins, which are given in one of two arguments."""
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise ValueError(
+            "Accelerator was given deepspeed_plugin and deepspeed_plugins: pass all of them in deepspeed_plugins."
+        )
+    return deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+
+
+def compilation_in_code(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin | None:
+    """Return how `prepare` compiles models, by one of two arguments; None where neither is given."""
+    if backend is None:
+        return plugin
+    if plugin is not None:
+        raise ValueError(
+            "Accelerator was given dynamo_backend and a dynamo_plugin: give the backend in one place, "
+            "TorchDynamoPlugin(backend=...)."
+        )
+    return TorchDynamoPlugin(backend=backend)
