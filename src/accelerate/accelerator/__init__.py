@@ -239,16 +239,15 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         args = tuple(self._adopt(arg) for arg in args)
         placements = _placements_of(args, device_placement)
         result = list(args)
-        unprepared = [i for i, arg in enumerate(args) if not _is_prepared(arg)]
-        models = [i for i in unprepared if isinstance(args[i], nn.Module)]
-        optimizers = [i for i in unprepared if isinstance(args[i], Optimizer)]
-        loaders = [i for i in unprepared if isinstance(args[i], DataLoader)]
-        schedulers = [i for i in unprepared if _is_scheduler(args[i])]
+        models = _unprepared(args, _is_a(nn.Module))
+        optimizers = _unprepared(args, _is_a(Optimizer))
+        loaders = _unprepared(args, _is_a(DataLoader))
+        schedulers = _unprepared(args, _is_scheduler)
         prepared = self._prepare_bundle(
-            [args[i] for i in models],
-            [args[i] for i in optimizers],
-            [placements[i] for i in models],
-            schedulers=[args[i] for i in schedulers],
+            _items(args, models),
+            _items(args, optimizers),
+            _items(placements, models),
+            schedulers=_items(args, schedulers),
             loaders=[arg for arg in args if isinstance(arg, DataLoader)],
         )
         for i, model in zip(models, prepared.models, strict=True):
@@ -785,6 +784,19 @@ def _placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) 
             f"{len(placements)}."
         )
     return placements
+
+
+def _unprepared(objects: Sequence[Any], is_kind: Callable[[Any], bool]) -> list[int]:
+    """Return where the objects of a kind are that no Accelerator has prepared."""
+    return [i for i, obj in enumerate(objects) if not _is_prepared(obj) and is_kind(obj)]
+
+
+def _items(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [values[i] for i in indices]
+
+
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    return lambda obj: isinstance(obj, kind)
 
 
 def _is_prepared(obj: Any) -> bool:
