@@ -1,0 +1,62 @@
+"""The layout of the library: few names in a folder, small functions, a short façade."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
+FOLDERS = [path for path in (SOURCE, *SOURCE.rglob("*")) if (path / "__init__.py").is_file()]
+PUBLISHED_PATHS = SOURCE / "utils"  # one module per published path
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension, ast.Assert)
+
+
+def name_of(folder: Path) -> str:
+    return str(folder.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_a_folder_has_few_names(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__", "py.typed"}
+    most = {SOURCE: 25, PUBLISHED_PATHS: 25}.get(folder, 9)
+    assert len(names) <= most, sorted(names)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_a_folder_says_what_it_holds(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_the_facade_is_short() -> None:
+    assert len((SOURCE / "accelerator" / "__init__.py").read_text(encoding="utf-8").splitlines()) <= 900
+
+
+def test_no_function_has_more_than_15_branches() -> None:
+    too_many = [
+        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}: {branches}"
+        for path in SOURCE.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (branches := sum(map(branches_at, own_nodes(function)))) > 15
+    ]
+    assert not too_many, "\n".join(too_many)
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Walk a function's nodes without those of functions and classes inside of it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+            yield from own_nodes(node)
+
+
+def branches_at(node: ast.AST) -> int:
+    """Count the ways that a node adds: a condition, a loop, a handler, an operand of `and` and `or`."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return int(isinstance(node, BRANCHES))
