@@ -12,11 +12,12 @@ from torch.optim import AdamW
 from accelerate.config.packages import has_package
 from accelerate.utils import DeepSpeedPlugin
 
+from .contenders.accelerate import steps as our_steps
 from .contenders.bare import my_share
 from .fsdp import blocks
 from .interleave import Comparison, compare, timed
 from .processes import run_on_two
-from .task import BATCH_SIZE, loader, our_steps
+from .task import BATCH_SIZE, loader
 
 STAGES = (1, 2, 3)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 WIDTH = 64
@@ -35,10 +31,3 @@ def data(batches: int = 40) -> Dataset[tuple[Tensor, ...]]:
 def loader() -> DataLoader[tuple[Tensor, ...]]:
     """Make a plain loader of the samples."""
     return DataLoader(data(), batch_size=BATCH_SIZE)
-
-
-def our_steps(net: nn.Module, optimizer: Optimizer, batches: DataLoader[Any], **options: Any) -> Iterator[None]:
-    """Train for ever through an Accelerator, for the subjects that no other library has; yield after every step."""
-    from .contenders import accelerate
-
-    return accelerate.steps(net, optimizer, batches, **options)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
+from .contenders.accelerate import steps as our_steps
 from .interleave import Comparison, Lap, compare, timed
 from .processes import run_on_two
 from .store_load import load_of_the_store, seconds_of_a_meeting
-from .task import BATCH_SIZE, data, model, our_steps
+from .task import BATCH_SIZE, data, model
 
 SECONDS_OF_HEALTH = 12.0
 RANKS = 10_000
