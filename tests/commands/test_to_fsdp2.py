@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.accelerate_cli import main
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
-OLD = Path(__file__).parents[1] / "config" / "written_by_1_15"
+OLD = Path(__file__).parents[1] / "config" / "launch" / "written_by_1_15"
 
 
 def convert(source: Path, target: Path) -> dict[str, object]:

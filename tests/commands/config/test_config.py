@@ -33,7 +33,7 @@ from tests.timing import limit
 
 COMMAND = Path(sys.executable).with_name("accelerate")
 REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
-WRITTEN_BY_1_15 = sorted((Path(__file__).parents[1] / "config" / "written_by_1_15").iterdir())
+WRITTEN_BY_1_15 = sorted((Path(__file__).parents[2] / "config" / "launch" / "written_by_1_15").iterdir())
 DOWN, INTERRUPT, END = "\x1b[B", "\x03", "\x04"
 
 # What `accelerate config default` of 1.15 says on a machine without accelerators.

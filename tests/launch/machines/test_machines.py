@@ -14,7 +14,7 @@ from tests.timing import limit
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-SCRIPTS = Path(__file__).parents[1] / "clusters"
+SCRIPTS = Path(__file__).parents[2] / "clusters"
 
 
 @pytest.fixture
