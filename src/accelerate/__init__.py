@@ -29,7 +29,7 @@ _HOME_OF = {
     "debug_launcher": "launchers",
     "disk_offload": "inference.dispatch",
     "dispatch_model": "inference.dispatch",
-    "find_executable_batch_size": "memory",
+    "find_executable_batch_size": "runtime.devices.memory",
     "infer_auto_device_map": "inference.planning.device_map",
     "init_empty_weights": "inference.empty",
     "init_on_device": "inference.empty",
