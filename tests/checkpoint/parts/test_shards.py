@@ -207,7 +207,7 @@ def test_shards_on_separate_disks_are_refused(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_a_rank_that_cannot_write_its_shards_fails_the_save_on_every_rank(tmp_path: Path) -> None:
-    from accelerate.checkpoint.parts.states import shards
+    from accelerate.checkpoint.parts import shards
 
     accelerator, *_ = prepared(fsdp_plugin=FullyShardedDataParallelPlugin())
     accelerator.save_state(str(tmp_path / "saved"))
