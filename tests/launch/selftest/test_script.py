@@ -65,7 +65,8 @@ def test_the_configured_precision_is_what_is_tested() -> None:
 def run_with(fault: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Run the self-test on 2 processes of a machine with a fault."""
     script = tmp_path / "faulty_machine.py"
-    head = "import accelerate.accelerator, datetime, time\nfrom accelerate.launch.selftest import checks, script as selftest\n"
+    head = "import accelerate.accelerator, datetime, time\n"
+    head += "from accelerate.launch.selftest import checks, script as selftest\n"
     script.write_text(head + textwrap.dedent(fault) + "\nselftest.main()\n")
     return run(2, str(script))
 
