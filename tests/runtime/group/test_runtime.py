@@ -122,7 +122,7 @@ def test_reset_closes_the_group_that_was_opened_and_another_can_be_opened() -> N
 @ranks(2)
 def test_forgetting_leaves_the_group_open_and_the_next_runtime_owns_it() -> None:
     first, group = Runtime.start(), dist.group.WORLD
-    Runtime.forget()
+    Runtime.detach()
     second = Runtime.start()
     assert second is not first
     assert dist.group.WORLD is group
@@ -157,7 +157,7 @@ def test_a_group_that_the_user_opened_is_trusted_more_than_the_launcher() -> Non
 
 
 @ranks(2)
-def test_a_group_that_the_user_opened_needs_no_meeting_place() -> None:
+def test_a_group_that_the_user_opened_needs_no_rendezvous_address() -> None:
     rank, world_size, address = forget_the_launcher()
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}  # two hosts, no MASTER_ADDR
@@ -236,7 +236,7 @@ def job_with_a_free_port(launcher: str, patch: pytest.MonkeyPatch) -> int:
     for job in range(os.getpid(), os.getpid() + 100):
         for name, value in launcher_variables(launcher, 0, 2, job).items():
             patch.setenv(name, value)
-        place = ProcessInfo.from_environment().meeting_place()
+        place = ProcessInfo.from_environment().rendezvous_address()
         assert place is not None
         with socket.socket() as probe:
             try:

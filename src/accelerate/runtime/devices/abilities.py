@@ -92,7 +92,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_habana_gaudi1() -> bool:
-    """Tell whether the accelerator is the first Gaudi: nobody could try."""
+    """Tell whether the accelerator is the first Gaudi: not detected in this version."""
     return False
 
 
@@ -107,12 +107,12 @@ def is_xccl_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Tell whether models can be cut into stages: torch has it."""
+    """Tell whether models can be split into pipeline stages: torch supports it."""
     return is_torch_distributed_available()
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether `torch.load` can refuse code: every torch that this library takes can."""
+    """Tell whether `torch.load` supports `weights_only`: every supported torch does."""
     return True
 
 
