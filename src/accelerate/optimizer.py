@@ -148,11 +148,11 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Tell whether the last step was skipped because of an overflow; an engine that steps by itself reports it."""
+        """Return whether the last step was skipped because of an overflow."""
         return self._step_was_skipped or getattr(self.optimizer, "step_was_skipped", False)
 
     def wraps(self, optimizer: Any) -> bool:
-        """Tell whether this wraps an optimizer, for a scheduler that was created with it."""
+        """Return whether this wraps an optimizer, for a scheduler that was created with it."""
         return optimizer is self or optimizer is self.optimizer or optimizer is getattr(self.optimizer, "stepped", self)
 
     def __getstate__(self) -> dict[str, Any]:

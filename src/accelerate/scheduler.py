@@ -61,7 +61,7 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _is_finished(self, times: int) -> bool:
-        """Tell whether a schedule of fixed length has reached its last learning rate.
+        """Return whether a schedule of fixed length has reached its last learning rate.
 
         Padded rounds hold more batches than the plain loop, so advancing by whole rounds would run past the end, where
         a cosine rises again. A single process may go past it, as the plain loop does after its last step.

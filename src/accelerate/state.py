@@ -31,7 +31,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Tell whether an `Accelerator` or `AcceleratorState` exists in this process."""
+    """Return whether an `Accelerator` or `AcceleratorState` exists in this process."""
     runtime = Runtime.existing()
     return runtime is not None and runtime.training is not None
 
@@ -102,7 +102,7 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """Tell whether this state has a live runtime."""
+        """Return whether this state has a live runtime."""
         return Runtime.existing() is self._started
 
     @property
@@ -130,7 +130,7 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Tell whether collectives compare shapes first."""
+        """Return whether collectives compare shapes first."""
         return self._runtime.debug
 
     @property
@@ -159,27 +159,27 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """Tell whether a notebook launcher forked this process."""
+        """Return whether a notebook launcher forked this process."""
         return self._runtime.fork_launched
 
     @property
     def use_distributed(self) -> bool:
-        """Tell whether there are several processes."""
+        """Return whether there are several processes."""
         return self._runtime.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self._runtime.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Tell whether this is the first process of its host."""
+        """Return whether this is the first process of its host."""
         return self._runtime.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Tell whether this is the highest rank."""
+        """Return whether this is the highest rank."""
         return self._runtime.is_last_process
 
     def wait_for_everyone(self) -> None:
@@ -335,7 +335,7 @@ class AcceleratorState(PartialState):
 
     @property
     def initialized(self) -> bool:
-        """Tell whether this is a live record."""
+        """Return whether this is a live record."""
         return super().initialized and is_initialized()
 
     def _describe(self, strategy: Strategy) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from accelerate.runtime.process import ProcessInfo, first_slurm_host
 
-MEETING_VARIABLES = (
+RENDEZVOUS_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMPI_MCA_ess_base_jobid",
@@ -23,7 +23,7 @@ MEETING_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*MEETING_VARIABLES, "SLURM_STEP_ID"):
+    for name in (*RENDEZVOUS_VARIABLES, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -195,7 +195,7 @@ def test_what_the_user_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert info.rendezvous_address() == "tcp://10.0.0.1:4242"
 
 
-def test_mpi_on_several_hosts_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_on_several_hosts_needs_a_rendezvous_address(monkeypatch: pytest.MonkeyPatch) -> None:
     info = started_with(monkeypatch, **openmpi(rank=3, world_size=4, local_rank=1, local_world_size=2))
     with pytest.raises(
         ValueError, match=r"OpenMPI started 4 processes on several hosts \(this is rank 3\).*MASTER_ADDR"
@@ -218,9 +218,9 @@ def test_openmpi_tells_where_mpirun_was_typed(monkeypatch: pytest.MonkeyPatch, d
     for rank in (0, 1):
         own = daemon if rank == 0 else "943325184.1;tcp://10.0.0.2:55427"
         info = started_with(monkeypatch, **openmpi(rank, 2, 0, 1), **place, OMPI_MCA_orte_local_daemon_uri=own)
-        meeting = info.rendezvous_address()
-        assert meeting is not None
-        assert meeting.startswith(f"tcp://{host}:" if "::" not in host else f"tcp://[{host}]:")
+        address = info.rendezvous_address()
+        assert address is not None
+        assert address.startswith(f"tcp://{host}:" if "::" not in host else f"tcp://[{host}]:")
 
 
 def rendezvous_addresses(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, object]) -> list[str | None]:

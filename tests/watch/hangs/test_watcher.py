@@ -101,7 +101,7 @@ def test_a_notice_comes_again_after_twice_the_time() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge() -> None:
+def test_a_rank_that_lost_its_peer_gets_a_verdict_that_knows_it() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
     watcher._observer.lost_peer_error = RuntimeError("Connection closed by peer")

@@ -24,17 +24,17 @@ class TensorInformation:
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Tell whether this is a tensor."""
+    """Return whether this is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Tell whether this describes a tensor."""
+    """Return whether this describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Tell whether this is an instance of a namedtuple class."""
+    """Return whether this is an instance of a namedtuple class."""
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 

@@ -39,7 +39,7 @@ def accelerator_type() -> str | None:
 
 
 def has_accelerator(kind: str) -> bool:
-    """Tell whether this machine has accelerators of a kind."""
+    """Return whether this machine has accelerators of a kind."""
     return accelerator_type() == kind
 
 
@@ -76,7 +76,7 @@ def activate(device: torch.device) -> None:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Tell whether this device is the CPU."""
+    """Return whether this device is the CPU."""
     return device.type == "cpu"
 
 
@@ -178,7 +178,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Tell whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
+    """Return whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
     if device.type != "cuda":
         return False
     if torch.version.hip is not None:
@@ -188,7 +188,7 @@ def supports_fp8(device: torch.device) -> bool:
 
 
 def supports_low_precision(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether autocast to this dtype works on the device."""
+    """Return whether autocast to this dtype works on the device."""
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported()
     return True

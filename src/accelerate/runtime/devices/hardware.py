@@ -58,7 +58,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether NVIDIA's GPUs here reach each other directly; True where there are not two of them.
+    """Return whether NVIDIA's GPUs here reach each other directly; True where there are not two of them.
 
     The answer is the driver's.
     """
@@ -69,7 +69,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Tell whether this machine's accelerator multiplies matrices in fp8."""
+    """Return whether this machine's accelerator multiplies matrices in fp8."""
     return devices.supports_fp8(devices.default_device())
 
 

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Tell whether an exception means that memory ran out."""
+    """Return whether an exception means that memory ran out."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)

@@ -247,8 +247,8 @@ class Runtime:
             return
         # One counter per call: every process adds 1 on arrival, and one that goes first adds _RUNNING until it is done.
         # It equals the number of processes when all have arrived and none is running the block.
-        store = self.store("turns")
-        counter = f"turn/{store.add(f'of/{self.process_index}', 1)}"
+        store = self.store("main_process_first")
+        counter = f"arrivals/{store.add(f'calls/{self.process_index}', 1)}"
         store.add(counter, 1 + _RUNNING * goes_first)
         if not goes_first:
             self.wait_for_first(store, counter)

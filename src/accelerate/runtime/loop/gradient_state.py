@@ -53,7 +53,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Tell whether this is a live state."""
+        """Return whether this is a live state."""
         return self._current is not None
 
     @property
@@ -69,12 +69,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Tell whether the end of a data loader closes the accumulation window."""
+        """Return whether the end of a data loader closes the accumulation window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
-        """Tell whether gradients are reduced on every micro-batch (less memory, more traffic)."""
+        """Return whether gradients are reduced on every micro-batch (less memory, more traffic)."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -89,12 +89,12 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Tell whether a prepared loader is being iterated."""
+        """Return whether a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Tell whether the active loader has yielded its last batch."""
+        """Return whether the active loader has yielded its last batch."""
         loader = self._loaders[-1]()
         return loader is not None and bool(loader.end_of_dataloader)
 
@@ -106,7 +106,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Tell whether XLA reduced the gradients; there is no XLA engine here."""
+        """Return whether XLA reduced the gradients; there is no XLA engine here."""
         return False
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
