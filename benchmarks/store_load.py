@@ -1,4 +1,4 @@
-"""One store with the connections and the questions of 10,000 watchers; and their meeting when somebody is stuck."""
+"""One store with the connections and the questions of 10,000 watchers; and their round when a rank is stuck."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def _serve(pipe: Connection) -> None:
 def _ask(port: int, ranks: int, share: int, pipe: Connection) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from accelerate.watch.hangs.watcher import RANKS_PER_SECOND, SECONDS_BETWEEN_QUESTIONS
+    from accelerate.watch.hangs.watcher import POLL_SECONDS, RANKS_PER_SECOND
 
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(share)]
     pipe.send("connected")
     pipe.recv()
-    pause = max(SECONDS_BETWEEN_QUESTIONS, ranks / RANKS_PER_SECOND) / share
+    pause = max(POLL_SECONDS, ranks / RANKS_PER_SECOND) / share
     pipe.send(_questions(stores, pause))
 
 
@@ -111,7 +111,7 @@ def _questions(stores: Sequence[Any], pause: float) -> list[float]:
     return took
 
 
-def seconds_of_a_meeting(ranks: int) -> float:
+def seconds_of_a_round(ranks: int) -> float:
     """Return how long reports of so many ranks take to be written by one client, read, judged and answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -126,7 +126,10 @@ def seconds_of_a_meeting(ranks: int) -> float:
         place = Place(
             phase=COLLECTIVE, call=call, operation=f"{call[:-2]}(float32[4])", file="train.py", line=88 - rank % 2
         )
-        store.set(f"report/{rank}", Report(rank=rank, place=place, still=30.0, idle=30.0, begun=5).to_json())
+        store.set(
+            f"report/{rank}",
+            Report(rank=rank, place=place, stalled_seconds=30.0, idle_seconds=30.0, collectives_started=5).to_json(),
+        )
         store.add("reports", 1)
     texts = store.multi_get([f"report/{rank}" for rank in range(ranks)])
     verdict = judge({rank: Report.from_json(text) for rank, text in enumerate(texts)}, {}, 30.0)
@@ -140,4 +143,4 @@ def seconds_of_a_meeting(ranks: int) -> float:
 if __name__ == "__main__":
     for number in (100, 1_000, 10_000):
         print(load_of_the_store(number))
-        print(f"a meeting of {number:,} ranks: {seconds_of_a_meeting(number):.2f} s", flush=True)
+        print(f"a round of {number:,} ranks: {seconds_of_a_round(number):.2f} s", flush=True)

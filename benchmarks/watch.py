@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from .contenders.accelerate import steps as our_steps
 from .interleave import Comparison, Lap, compare, timed
 from .processes import run_on_two
-from .store_load import load_of_the_store, seconds_of_a_meeting
+from .store_load import load_of_the_store, seconds_of_a_round
 from .task import BATCH_SIZE, data, model
 
 SECONDS_OF_HEALTH = 12.0
@@ -26,7 +26,7 @@ LOOKS = 200
 def run(rounds: int) -> list[Comparison]:
     """Measure steps, then the store."""
     rows = run_on_two(on_every_rank, rounds)
-    meeting = f"the reports of {RANKS:,} stuck ranks, written, read and judged: {seconds_of_a_meeting(RANKS):.1f} s"
+    meeting = f"the reports of {RANKS:,} stuck ranks, written, read and judged: {seconds_of_a_round(RANKS):.1f} s"
     return [replace(rows[0], notes=[*rows[0].notes, str(load_of_the_store(RANKS)), meeting])]
 
 
@@ -38,7 +38,7 @@ def on_every_rank(rounds: int) -> list[Comparison]:
     watcher: Any = watch._running
     going = threading.Event()
     going.set()
-    ask, look, compare_steps = watcher._ask, watcher._observer.look, watcher._exchange.turn
+    ask, look, compare_steps = watcher._poll, watcher._observer.sample, watcher._exchange.poll
     asked: list[float] = []
 
     def ask_only_when_going() -> None:
@@ -53,8 +53,8 @@ def on_every_rank(rounds: int) -> list[Comparison]:
         if going.is_set():
             compare_steps()
 
-    watcher._ask, watcher._observer.look = ask_only_when_going, look_only_when_going
-    watcher._exchange.turn = compare_only_when_going
+    watcher._poll, watcher._observer.sample = ask_only_when_going, look_only_when_going
+    watcher._exchange.poll = compare_only_when_going
 
     def with_watcher() -> None:
         phases.clock = watcher._clock
@@ -116,7 +116,7 @@ def cost_of_a_comparison(watcher: Any, compare_steps: Callable[[], None]) -> flo
         for _ in range(exchange._windows.length):
             clock._seconds[0] = 0.1  # as if it had been: fast steps make longer windows
             clock._end_step()
-        exchange._due = 0.0
+        exchange._next_poll = 0.0
         start = time.thread_time()
         compare_steps()
         taken.append(time.thread_time() - start)

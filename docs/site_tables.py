@@ -128,7 +128,9 @@ def _at(rank: int, call: str, line: int, **facts: Any) -> Report:
         f"accelerator.{call}(...)",
         facts.pop("guard", ""),
     )
-    return Report(rank, place, still=30, idle=facts.pop("idle", 30), **facts)
+    return Report(
+        rank, place, stalled_seconds=30, idle_seconds=facts.pop("idle", 30), **facts
+    )
 
 
 def _said(*reports: Report, absent: dict[int, str] | None = None) -> str:
@@ -209,14 +211,14 @@ FATAL: list[_Situation] = [
         "A connection is closed, and one rank does not answer",
         "Look at that rank's machine and at the network between the two.",
         lambda: _said(
-            _in_gather(0, lost=True),
+            _in_gather(0, lost_peer=True),
             absent={1: "does not answer (process 4711 on node-b)"},
         ),
     ),
     (
         "A lock and a collective wait for each other",
         "Release the lock before the collective. Look for a callback or a thread that also communicates.",
-        lambda: _said(_in_gather(0), _at(1, "acquire", 51, phase=DATA, at_a_lock=True)),
+        lambda: _said(_in_gather(0), _at(1, "acquire", 51, phase=DATA, at_lock=True)),
     ),
 ]
 

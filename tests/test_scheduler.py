@@ -72,7 +72,7 @@ def test_a_schedule_of_fixed_length_stops_at_its_end_instead_of_raising() -> Non
 
 
 def messages_about_advancing() -> list[str]:
-    accelerate.scheduler._told = False
+    accelerate.scheduler._has_logged = False
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]

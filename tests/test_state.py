@@ -17,7 +17,7 @@ from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState, do_nothing, is_initialized
 from tests.ranks import ranks, run_on_ranks
 
-PUBLISHED_FACTS = {
+PUBLISHED_ATTRIBUTES = {
     "_cpu",
     "backend",
     "device",
@@ -89,8 +89,8 @@ def test_the_shared_state_is_empty_until_there_is_a_state() -> None:
     assert PartialState._shared_state == {}
     assert AcceleratorState._shared_state == {}
     state = PartialState(cpu=True)
-    assert set(PartialState._shared_state) == PUBLISHED_FACTS
-    assert PartialState._shared_state == {name: getattr(state, name) for name in PUBLISHED_FACTS}
+    assert set(PartialState._shared_state) == PUBLISHED_ATTRIBUTES
+    assert PartialState._shared_state == {name: getattr(state, name) for name in PUBLISHED_ATTRIBUTES}
     assert state._shared_state == PartialState._shared_state
     assert AcceleratorState._shared_state == {}, "there is no Accelerator yet"
 
@@ -116,7 +116,7 @@ def test_an_accelerator_state_also_knows_what_was_asked_for() -> None:
     assert (state.fsdp_plugin, state.deepspeed_plugin, state.parallelism_config) == ("a plugin", None, None)
     assert (state.device_mesh, state.is_fsdp2) == (None, False)
     shared = AcceleratorState._shared_state
-    assert set(shared) >= PUBLISHED_FACTS
+    assert set(shared) >= PUBLISHED_ATTRIBUTES
     assert (shared["_mixed_precision"], shared["fsdp_plugin"]) == ("bf16", "a plugin")
     assert repr(state).endswith("Mixed precision type: bf16\n")
 
@@ -225,7 +225,7 @@ def test_a_guard_must_say_which_process() -> None:
         state.on_local_process()
 
 
-def say_hello(capture: str) -> None:
+def print_hello(capture: str) -> None:
     os.environ |= {"LOCAL_RANK": str(int(os.environ["RANK"]) % 2), "LOCAL_WORLD_SIZE": "2"}
     state = PartialState()
     with open(f"{capture}-{state.process_index}", "w") as file:
@@ -233,7 +233,7 @@ def say_hello(capture: str) -> None:
 
 
 def test_print_speaks_once_per_host(tmp_path: Any) -> None:
-    run_on_ranks(4, say_hello, capture=str(tmp_path / "said"))
+    run_on_ranks(4, print_hello, capture=str(tmp_path / "said"))
     assert [(tmp_path / f"said-{rank}").read_text() for rank in range(4)] == ["hello-3!", "", "hello-3!", ""]
 
 

@@ -1,4 +1,4 @@
-"""Local SGD: processes train on their own for a while, then average their parameters."""
+"""Local SGD: processes train independently for some steps, then average their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A logger that speaks once per run instead of once per process."""
+"""A logger that logs once per run instead of once per process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ else:
 class MultiProcessAdapter(_LoggerAdapter):
     """A logger whose calls take `main_process_only` (default True) and `in_order`, which implies every process.
 
-    It also works before any state exists: then the launcher's variables tell which process this is.
+    It also works before any state exists: the rank is then read from the launcher's variables.
     """
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Begin the message with the rank that speaks."""
+        """Prefix the message with the rank."""
         return f"[RANK {rank_of_this_process()}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A prepared optimizer: steps only when an accumulation window closes, and through the loss scaler in fp16."""
+"""A prepared optimizer: steps at the end of an accumulation window only, in fp16 through the loss scaler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AcceleratedOptimizer(Optimizer):
     """An optimizer that a plain training loop can step and zero on every micro-batch.
 
     While gradients accumulate, `step` and `zero_grad` do nothing. `step_was_skipped` tells whether the last `step` was
-    left out because an fp16 gradient overflowed.
+    skipped because an fp16 gradient overflowed.
     """
 
     _is_accelerate_prepared = True
@@ -45,9 +45,9 @@ class AcceleratedOptimizer(Optimizer):
         self._stepped = False
         self.before_first_step: Callable[[Optimizer], None] | None = None
         self.steps_taken = 0
-        """Windows that were closed, over all starts of a run: a checkpoint keeps it."""
+        """Number of optimizer steps since the beginning of the run; saved in checkpoints."""
         if scaler is not None:
-            optimizer.register_step_post_hook(self._note_step)
+            optimizer.register_step_post_hook(self._on_step)
             if hasattr(scaler, "num_optimizers"):
                 scaler.num_optimizers += 1
         if device_placement:
@@ -120,8 +120,8 @@ class AcceleratedOptimizer(Optimizer):
         if clock is not None:
             clock.enter(phases.STEP)
         if self.before_first_step is not None:
-            look, self.before_first_step = self.before_first_step, None
-            look(self.optimizer)
+            hook, self.before_first_step = self.before_first_step, None
+            hook(self.optimizer)
         if self.scaler is None:
             result: Any = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         else:
@@ -134,25 +134,25 @@ class AcceleratedOptimizer(Optimizer):
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:
         if not scaler.is_enabled():
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        # A fused optimizer decides inside its kernel, so only the scale tells; others just do not step.
-        decides_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        scale_before = scaler.get_scale() if decides_itself else 0.0
+        # A fused optimizer decides inside its kernel, so only the scale shows it; others just do not step.
+        decides_in_kernel = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        scale_before = scaler.get_scale() if decides_in_kernel else 0.0
         self._stepped = False
         result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         scaler.update()
-        self._step_was_skipped = scaler.get_scale() < scale_before if decides_itself else not self._stepped
+        self._step_was_skipped = scaler.get_scale() < scale_before if decides_in_kernel else not self._stepped
         return result
 
-    def _note_step(self, *_: Any) -> None:
+    def _on_step(self, *_: Any) -> None:
         self._stepped = True
 
     @property
     def step_was_skipped(self) -> bool:
-        """Tell whether the last step was left out because of an overflow; an engine that steps itself knows."""
+        """Return whether the last step was skipped because of an overflow."""
         return self._step_was_skipped or getattr(self.optimizer, "step_was_skipped", False)
 
     def wraps(self, optimizer: Any) -> bool:
-        """Tell whether this steps an optimizer, as a scheduler that was made for it asks."""
+        """Return whether this wraps an optimizer, for a scheduler that was created with it."""
         return optimizer is self or optimizer is self.optimizer or optimizer is getattr(self.optimizer, "stepped", self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class AcceleratedOptimizer(Optimizer):
         self.gradient_state = GradientState()
 
     def __getattr__(self, name: str) -> Any:
-        """Hand on what only the wrapped optimizer knows."""
+        """Delegate to the wrapped optimizer."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -175,24 +175,24 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
-def refuse_weights_that_are_away(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-    """Refuse to train weights that a device map keeps on the host or on disk: their gradients would go nowhere."""
+def refuse_offloaded_weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse to train weights that a device map keeps on the host or on disk: gradients do not reach them."""
     mapped = [model for model in models if hasattr(model, "hf_device_map")]
     if not mapped:
         return
     updated = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
     for model in mapped:
-        away = [name for name, param in model.named_parameters() if param.is_meta and id(param) in updated]
-        if away:
+        offloaded = [name for name, param in model.named_parameters() if param.is_meta and id(param) in updated]
+        if offloaded:
             raise ValueError(
-                f"The optimizer is to train {len(away)} weights that the model's device map keeps on the host or on "
-                f"disk ({', '.join(away[:3])}, ...), where gradients do not reach them. Load the model without "
+                f"The optimizer is to train {len(offloaded)} weights that the model's device map keeps on the host or "
+                f"on disk ({', '.join(offloaded[:3])}, ...), where gradients do not reach them. Load the model without "
                 "offloading, shard it (FullyShardedDataParallelPlugin(cpu_offload=True)), or train adapters that are "
                 "on a device and leave the rest out of the optimizer."
             )
 
 
-def warn_of_another_models_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+def warn_of_foreign_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
     """Warn where the first step changes nothing although the prepared models have gradients."""
     own = params_of(optimizer)
     if not own or any(param.grad is not None for param in own):

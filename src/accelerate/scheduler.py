@@ -1,4 +1,4 @@
-"""A prepared scheduler: advances with the optimizer, once per process as published."""
+"""A prepared scheduler: advances with the optimizer, once per process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .runtime.group.runtime import Runtime
 from .runtime.loop.gradient_state import GradientState
 
 _logger = logging.getLogger(__name__)
-_told = False
-_SHARE_OF_FILLED_ROUNDS = 0.05
-"""Steps after a schedule's end that are no fault: rounds that were filled up bring the end a little nearer."""
+_has_logged = False
+_SHARE_OF_PADDED_ROUNDS = 0.05
+"""Fraction of steps after a schedule's end that are expected: padded rounds bring the end a little nearer."""
 
 
 class AcceleratedScheduler:
     """A learning-rate scheduler that follows the optimizer's real steps.
 
-    It stands still while gradients accumulate and when the optimizer skipped its step. Unless batches are split, one
+    It does not advance while gradients accumulate or when the optimizer skipped its step. Unless batches are split, one
     step of N processes consumes N batches of the plain loop, so a schedule written for the plain loop advances N
-    times per step. A schedule that was written for optimizer steps is over too early then, and a warning says so.
+    times per step. A schedule that was written for optimizer steps then ends too early, which is warned of.
     """
 
     _is_accelerate_prepared = True
@@ -40,7 +40,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.batches_per_step = batches_per_step or Runtime.current().num_processes
         self.gradient_state = GradientState()
-        self._end = _EarlyEnd()
+        self._early_end = _EarlyEnd()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule by what one optimizer step consumed."""
@@ -53,18 +53,18 @@ class AcceleratedScheduler:
             return
         times = 1 if self.split_batches else self.batches_per_step
         if times > 1:
-            _tell_once(type(self.scheduler).__name__, times)
+            _log_once(type(self.scheduler).__name__, times)
             rates = [group.get("lr") for optimizer in self.optimizers for group in optimizer.param_groups]
-            self._end.look(rates, self._is_at_its_end(times), type(self.scheduler).__name__, times)
+            self._early_end.observe(rates, self._is_finished(times), type(self.scheduler).__name__, times)
         for _ in range(times):
-            if not self._is_at_its_end(times):
+            if not self._is_finished(times):
                 self.scheduler.step(*args, **kwargs)
 
-    def _is_at_its_end(self, times: int) -> bool:
-        """Tell whether a schedule of fixed length has come to its last learning rate.
+    def _is_finished(self, times: int) -> bool:
+        """Return whether a schedule of fixed length has reached its last learning rate.
 
-        Rounds that were filled up hold more batches than the plain loop, so advancing by whole rounds would run past
-        the end, where a cosine rises again. One process may go there as the plain loop does, after its last step.
+        Padded rounds hold more batches than the plain loop, so advancing by whole rounds would run past the end, where
+        a cosine rises again. A single process may go past it, as the plain loop does after its last step.
         """
         total_steps = getattr(self.scheduler, "total_steps", None)
         if total_steps is None:
@@ -93,32 +93,33 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Hand on what only the wrapped scheduler knows."""
+        """Delegate to the wrapped scheduler."""
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 class _EarlyEnd:
-    """Notice a schedule that is over while training goes on, which then changes nothing any more."""
+    """Warn of a schedule that has ended while training continues."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._steps_since_end = 0
-        self._has_begun = False  # a warm-up may begin with zero
-        self._told = False
+        self._has_started = False  # a warm-up may start at zero
+        self._has_warned = False
 
-    def look(self, rates: list[Any], is_at_its_end: bool, name: str, times: int) -> None:
-        """Look at the learning rates of the optimizer step that was just made; warn once."""
-        if self._told:
+    def observe(self, rates: list[Any], is_finished: bool, name: str, times: int) -> None:
+        """Record the learning rates of the last optimizer step; warn once."""
+        if self._has_warned:
             return
         self._steps += 1
-        is_zero = all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)  # a tensor would make it wait
-        self._has_begun |= not is_zero
-        self._steps_since_end = self._steps_since_end + 1 if is_at_its_end or (is_zero and self._has_begun) else 0
-        if self._steps_since_end <= max(2, _SHARE_OF_FILLED_ROUNDS * self._steps):
+        # Tensors are not read: that would synchronize the device.
+        is_zero = all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)
+        self._has_started |= not is_zero
+        self._steps_since_end = self._steps_since_end + 1 if is_finished or (is_zero and self._has_started) else 0
+        if self._steps_since_end <= max(2, _SHARE_OF_PADDED_ROUNDS * self._steps):
             return
-        self._told = True
+        self._has_warned = True
         if Runtime.current().is_main_process:
             warn(
                 f"{name} came to its end {self._steps_since_end} optimizer steps ago, and training "
@@ -129,8 +130,8 @@ class _EarlyEnd:
             )
 
 
-def _tell_once(name: str, times: int) -> None:
-    global _told
-    if not _told and Runtime.current().is_main_process:
+def _log_once(name: str, times: int) -> None:
+    global _has_logged
+    if not _has_logged and Runtime.current().is_main_process:
         _logger.info("%s advances %d times per optimizer step: once for the batch of each process.", name, times)
-    _told = True
+    _has_logged = True

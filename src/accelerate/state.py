@@ -1,4 +1,4 @@
-"""`PartialState`, `AcceleratorState`, `GradientState`: views with the published shape, of the one `Runtime`."""
+"""`PartialState`, `AcceleratorState` and `GradientState`: views of the `Runtime` with the published interface."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["AcceleratorState", "GradientState", "PartialState", "do_nothing", "i
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take anything and do nothing: what a guarded function is on the other processes."""
+    """Accept any arguments and do nothing: stands for a guarded function on the other processes."""
 
 
 def is_initialized() -> bool:
-    """Tell whether an `Accelerator` or `AcceleratorState` exists in this process."""
+    """Return whether an `Accelerator` or `AcceleratorState` exists in this process."""
     runtime = Runtime.existing()
     return runtime is not None and runtime.training is not None
 
 
-def several_plugins_in_use() -> Any:
+def shared_deepspeed_plugins() -> Any:
     """Return the DeepSpeed plugins of the newest Accelerator if there are several: the next one shares them."""
     runtime = Runtime.existing()
     plugins = None if runtime is None or runtime.training is None else runtime.training["deepspeed_plugins"]
@@ -44,15 +44,15 @@ def several_plugins_in_use() -> Any:
 
 
 class _SharedState:
-    """Answer `PartialState._shared_state` with the facts of the runtime: empty while there is none."""
+    """The value of `PartialState._shared_state`: the attributes of the runtime, empty without one."""
 
     def __get__(self, instance: object, owner: type[PartialState]) -> dict[str, Any]:
         runtime = Runtime.existing()
-        return {} if runtime is None else owner._facts(runtime)
+        return {} if runtime is None else owner._attributes(runtime)
 
 
 class PartialState:
-    """What this process knows of itself and how it waits for the others.
+    """The rank, the device and the process group of this process.
 
     Usable without an `Accelerator`; making one starts the process group if a launcher started several processes.
     """
@@ -66,13 +66,13 @@ class PartialState:
 
     @property
     def _runtime(self) -> Runtime:
-        """What every fact is read from. After a reset there is none, until somebody makes a state again."""
+        """The runtime that attributes are read from. After a reset there is none until a state is created again."""
         if Runtime.existing() is None:
             raise AttributeError("_runtime")
         return self._started
 
     def __getattr__(self, name: str) -> Any:
-        """Explain why a fact that a state has is not there."""
+        """Explain why an attribute is missing after a reset."""
         own = type(self).__name__
         if "_started" in vars(self) and Runtime.existing() is None and hasattr(type(self), name):
             raise AttributeError(
@@ -82,7 +82,7 @@ class PartialState:
         raise AttributeError(f"{own!r} object has no attribute {name!r}")
 
     @staticmethod
-    def _facts(runtime: Runtime) -> dict[str, Any]:
+    def _attributes(runtime: Runtime) -> dict[str, Any]:
         return {
             "_cpu": runtime.cpu,
             "backend": runtime.backend,
@@ -97,12 +97,12 @@ class PartialState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget who this process is; a process group that is open stays open, for whoever asks next."""
-        Runtime.forget()
+        """Drop the runtime; an open process group stays open, and the next runtime adopts it."""
+        Runtime.detach()
 
     @property
     def initialized(self) -> bool:
-        """Tell whether the process knows its place."""
+        """Return whether this state has a live runtime."""
         return Runtime.existing() is self._started
 
     @property
@@ -130,12 +130,12 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Tell whether collectives compare shapes first."""
+        """Return whether collectives compare shapes first."""
         return self._runtime.debug
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Return how the processes work together."""
+        """Return the distributed type of the processes."""
         return self._runtime.distributed_type
 
     @distributed_type.setter
@@ -159,31 +159,31 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """Tell whether a notebook launcher forked this process."""
+        """Return whether a notebook launcher forked this process."""
         return self._runtime.fork_launched
 
     @property
     def use_distributed(self) -> bool:
-        """Tell whether there are several processes."""
+        """Return whether there are several processes."""
         return self._runtime.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self._runtime.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Tell whether this is the first process of its host."""
+        """Return whether this is the first process of its host."""
         return self._runtime.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Tell whether this is the highest rank."""
+        """Return whether this is the highest rank."""
         return self._runtime.is_last_process
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this point."""
         self._runtime.barrier()
 
     def set_device(self) -> None:
@@ -265,10 +265,10 @@ class PartialState:
 
 
 class AcceleratorState(PartialState):
-    """A `PartialState` that also knows what one Accelerator was asked for.
+    """A `PartialState` with the settings of one Accelerator.
 
-    Every `Accelerator` opens a record of its own, so two of them in one process may differ. `AcceleratorState()`
-    without arguments looks at the newest record, from wherever it is called.
+    Every `Accelerator` creates a record of its own, so two of them in one process may differ. `AcceleratorState()`
+    without arguments is a view of the newest record.
     """
 
     _mixed_precision: str
@@ -318,28 +318,28 @@ class AcceleratorState(PartialState):
         self.__dict__ = runtime.training
 
     @staticmethod
-    def _facts(runtime: Runtime) -> dict[str, Any]:
+    def _attributes(runtime: Runtime) -> dict[str, Any]:
         if runtime.training is None:
             return {}
         own = {name: value for name, value in runtime.training.items() if name != "_started"}
-        return PartialState._facts(runtime) | own
+        return PartialState._attributes(runtime) | own
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the newest Accelerator's settings, and with `reset_partial_state` the process's place too."""
+        """Drop the newest Accelerator's settings, and with `reset_partial_state` the runtime too."""
         runtime = Runtime.existing()
         if runtime is not None:
             runtime.training = None
         if reset_partial_state:
-            Runtime.forget()
+            Runtime.detach()
 
     @property
     def initialized(self) -> bool:
-        """Tell whether this is a live record."""
+        """Return whether this is a live record."""
         return super().initialized and is_initialized()
 
     def _describe(self, strategy: Strategy) -> None:
-        """Note what the published attributes say of a strategy."""
+        """Set the published attributes that describe a strategy."""
         self.__dict__.update(strategy.published)
         mesh = strategy.mesh
         if mesh is None:
@@ -372,7 +372,7 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Return the engine that spreads the models, else how the processes work together."""
+        """Return the engine that distributes the models, else the distributed type of the processes."""
         return self._engine or self._runtime.distributed_type
 
     @distributed_type.setter

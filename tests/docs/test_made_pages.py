@@ -135,7 +135,9 @@ def test_every_sentence_of_a_verdict_is_listed() -> None:
 def _words_of_verdicts() -> list[str]:
     """Return the longer pieces of what the watcher's judge says."""
     judge = ast.parse(inspect.getsource(verdict))
-    sayings = [node for node in judge.body if isinstance(node, ast.FunctionDef) and node.name != "_recorded"]
+    sayings = [
+        node for node in judge.body if isinstance(node, ast.FunctionDef) and node.name != "_format_flight_records"
+    ]
     docstrings = {ast.get_docstring(node, clean=False) for node in sayings}
     pieces = [
         node.value

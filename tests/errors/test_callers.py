@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import accelerate
 from accelerate import Accelerator
 from accelerate.errors import callers
-from accelerate.errors.callers import is_of_the_user, outwards, users_frame, warn
+from accelerate.errors.callers import find_user_frame, is_user_file, walk_frames, warn
 from accelerate.utils import load_checkpoint_in_model
 from tests.training import make_model
 
@@ -29,7 +29,7 @@ def through(file: str) -> Callable[..., Any]:
 
 
 def found() -> str:
-    frame = users_frame(outwards(sys._getframe(1)))
+    frame = find_user_frame(walk_frames(sys._getframe(1)))
     assert frame is not None
     return frame.f_code.co_filename
 
@@ -47,21 +47,21 @@ def test_the_line_is_the_innermost_one_of_the_users_own_code() -> None:
 @pytest.mark.parametrize("file", [LIBRARY, ANOTHER, PACKAGE, threading.__file__, "<string>", "<frozen runpy>"])
 def test_what_was_installed_or_generated_is_not_the_users(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # not given by `python -c`
-    for remembered in (is_of_the_user, callers._is_no_machinery):
-        remembered.cache_clear()
-    assert not is_of_the_user(file)
+    for cached in (is_user_file, callers._is_outside_libraries):
+        cached.cache_clear()
+    assert not is_user_file(file)
 
 
 @pytest.mark.parametrize("file", [__file__, "<stdin>", "/tmp/ipykernel_7/12.py", "<ipython-input-3-abc>"])
 def test_what_somebody_wrote_is_the_users(file: str) -> None:
-    assert is_of_the_user(file)
+    assert is_user_file(file)
 
 
 def frames_of(*files: str) -> list[Any]:
     """Return frames that stand in these files, the innermost first."""
 
     def innermost() -> list[Any]:
-        frames = list(outwards(sys._getframe()))
+        frames = list(walk_frames(sys._getframe()))
         return [next(frame for frame in frames if frame.f_code.co_filename == file) for file in files]
 
     call: Callable[[], Any] = innermost
@@ -74,13 +74,13 @@ def frames_of(*files: str) -> list[Any]:
 
 def test_of_an_installed_program_it_is_the_programs_own_line() -> None:
     frames = frames_of(PACKAGE, ANOTHER, LIBRARY, PROGRAM, threading.__file__)
-    frame = users_frame(frames)
+    frame = find_user_frame(frames)
     assert frame is not None
     assert frame.f_code.co_filename == PROGRAM
 
 
 def test_there_may_be_no_such_line() -> None:
-    assert users_frame(frames_of(PACKAGE, threading.__file__)) is None
+    assert find_user_frame(frames_of(PACKAGE, threading.__file__)) is None
 
 
 class Wrapped(DataLoader[Any]):

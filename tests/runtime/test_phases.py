@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.runtime import phases
-from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, SAVING, STEP, WAITING, Phases
+from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, SAVING, STEP, WAITING, PhaseClock
 from tests.ranks import ranks
 
 PAUSE = 0.01
@@ -24,12 +24,12 @@ def slowly(count: int) -> Iterator[int]:
         yield number
 
 
-def steps_of(clock: Phases) -> list[list[float]]:
+def steps_of(clock: PhaseClock) -> list[list[float]]:
     assert [number for number, _ in clock.rows] == list(range(len(clock.rows)))
     return [seconds for _, seconds in clock.rows]
 
 
-def optimize(clock: Phases) -> None:
+def optimize(clock: PhaseClock) -> None:
     clock.enter(BACKWARD)
     clock.enter(OTHER)
     clock.enter(STEP)
@@ -38,8 +38,8 @@ def optimize(clock: Phases) -> None:
 
 
 def test_a_step_ends_when_the_next_batch_is_asked_for() -> None:
-    clock = Phases()
-    for _ in clock.feed(slowly(3), DATA):
+    clock = PhaseClock()
+    for _ in clock.measure_batches(slowly(3), DATA):
         time.sleep(2 * PAUSE)
         optimize(clock)
     first, second, third = steps_of(clock)
@@ -52,8 +52,8 @@ def test_a_step_ends_when_the_next_batch_is_asked_for() -> None:
 
 
 def test_micro_batches_and_several_optimizers_make_one_step() -> None:
-    clock = Phases()
-    for number in clock.feed(slowly(6), DATA):
+    clock = PhaseClock()
+    for number in clock.measure_batches(slowly(6), DATA):
         if number % 3 == 2:
             optimize(clock)
             optimize(clock)
@@ -63,22 +63,22 @@ def test_micro_batches_and_several_optimizers_make_one_step() -> None:
 
 
 def test_without_an_optimizer_a_batch_is_a_step_and_without_a_loader_a_step_of_the_optimizer() -> None:
-    clock = Phases()
-    assert len(list(clock.feed(slowly(3), DATA))) == 3
+    clock = PhaseClock()
+    assert len(list(clock.measure_batches(slowly(3), DATA))) == 3
     assert len(clock.rows) == 3
-    clock = Phases()
+    clock = PhaseClock()
     for _ in range(3):
         optimize(clock)
     assert len(clock.rows) == 3
 
 
 def test_another_thread_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Phases()
+    clock = PhaseClock()
     monkeypatch.setattr(phases, "clock", clock)
     taken: list[int] = []
 
     def elsewhere() -> None:
-        taken.extend(clock.feed(slowly(3), DATA))
+        taken.extend(clock.measure_batches(slowly(3), DATA))
         with phases.during(SAVING):
             time.sleep(PAUSE)
 
@@ -95,15 +95,15 @@ def test_another_thread_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_not_read_does_not_pile_up() -> None:
-    clock = Phases()
-    for _ in clock.feed(iter(range(20_000)), DATA):
+    clock = PhaseClock()
+    for _ in clock.measure_batches(iter(range(20_000)), DATA):
         pass
     assert len(clock.rows) < 10_000
     assert clock.rows[-1][0] == 19_999
 
 
 def test_a_change_of_phase_costs_far_below_a_microsecond() -> None:
-    clock = Phases()
+    clock = PhaseClock()
 
     def nothing(phase: int) -> None: ...
 
@@ -133,7 +133,7 @@ def test_a_prepared_loop_is_clocked() -> None:
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
     )
-    watched, phases.clock = phases.clock, Phases()  # one that the watcher does not read
+    watched, phases.clock = phases.clock, PhaseClock()  # one that the watcher does not read
     clock = phases.clock
     for (batch,) in loader:
         loss = net(batch).sum()

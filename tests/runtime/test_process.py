@@ -6,7 +6,7 @@ import pytest
 
 from accelerate.runtime.process import ProcessInfo, first_slurm_host
 
-MEETING_VARIABLES = (
+RENDEZVOUS_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMPI_MCA_ess_base_jobid",
@@ -23,7 +23,7 @@ MEETING_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*MEETING_VARIABLES, "SLURM_STEP_ID"):
+    for name in (*RENDEZVOUS_VARIABLES, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -59,13 +59,13 @@ def openmpi(rank: int, world_size: int, local_rank: int, local_world_size: int) 
 def test_a_process_that_nobody_launched_is_alone() -> None:
     info = ProcessInfo.from_environment()
     assert info == ProcessInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher=None)
-    assert info.meeting_place() is None
+    assert info.rendezvous_address() is None
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     info = started_with(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
     assert info == ProcessInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, launcher="torchrun")
-    assert info.meeting_place() is None, "torch reads MASTER_ADDR and MASTER_PORT itself"
+    assert info.rendezvous_address() is None, "torch reads MASTER_ADDR and MASTER_PORT itself"
 
 
 def test_ranks_set_by_hand_on_one_host_need_no_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ def test_a_slurm_node_list_that_cannot_be_read_is_shown(nodes: str) -> None:
 
 
 def test_processes_of_one_host_meet_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started_with(monkeypatch, **openmpi(1, 2, 1, 2)).meeting_place() == "tcp://127.0.0.1:29500"
+    assert started_with(monkeypatch, **openmpi(1, 2, 1, 2)).rendezvous_address() == "tcp://127.0.0.1:29500"
 
 
 def test_slurm_tasks_of_several_hosts_meet_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     step = slurm_step(3, 4, "2(x2)", node=1, local_rank=1, SLURM_STEP_NODELIST="gpu[003-004]")
-    place = started_with(monkeypatch, **step).meeting_place()
+    place = started_with(monkeypatch, **step).rendezvous_address()
     assert place is not None
     assert place.startswith("tcp://gpu003:")
 
@@ -192,17 +192,17 @@ def test_slurm_tasks_of_several_hosts_meet_on_the_first(monkeypatch: pytest.Monk
 def test_what_the_user_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     step = slurm_step(3, 4, "2(x2)", node=1, local_rank=1, SLURM_STEP_NODELIST="gpu[003-004]")
     info = started_with(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="4242", **step)
-    assert info.meeting_place() == "tcp://10.0.0.1:4242"
+    assert info.rendezvous_address() == "tcp://10.0.0.1:4242"
 
 
-def test_mpi_on_several_hosts_must_be_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_on_several_hosts_needs_a_rendezvous_address(monkeypatch: pytest.MonkeyPatch) -> None:
     info = started_with(monkeypatch, **openmpi(rank=3, world_size=4, local_rank=1, local_world_size=2))
     with pytest.raises(
         ValueError, match=r"OpenMPI started 4 processes on several hosts \(this is rank 3\).*MASTER_ADDR"
     ):
-        info.meeting_place()
+        info.rendezvous_address()
     monkeypatch.setenv("MASTER_ADDR", "head")
-    assert info.meeting_place() == "tcp://head:29500"
+    assert info.rendezvous_address() == "tcp://head:29500"
 
 
 @pytest.mark.parametrize(
@@ -218,16 +218,16 @@ def test_openmpi_tells_where_mpirun_was_typed(monkeypatch: pytest.MonkeyPatch, d
     for rank in (0, 1):
         own = daemon if rank == 0 else "943325184.1;tcp://10.0.0.2:55427"
         info = started_with(monkeypatch, **openmpi(rank, 2, 0, 1), **place, OMPI_MCA_orte_local_daemon_uri=own)
-        meeting = info.meeting_place()
-        assert meeting is not None
-        assert meeting.startswith(f"tcp://{host}:" if "::" not in host else f"tcp://[{host}]:")
+        address = info.rendezvous_address()
+        assert address is not None
+        assert address.startswith(f"tcp://{host}:" if "::" not in host else f"tcp://[{host}]:")
 
 
-def meeting_places(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, object]) -> list[str | None]:
+def rendezvous_addresses(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, object]) -> list[str | None]:
     places = []
     for variables in ranks:
         with monkeypatch.context() as patch:
-            places.append(started_with(patch, **variables).meeting_place())
+            places.append(started_with(patch, **variables).rendezvous_address())
     return places
 
 
@@ -238,15 +238,15 @@ def test_all_ranks_of_a_slurm_step_agree_and_other_steps_and_jobs_meet_elsewhere
         node, local = divmod(index, 2)
         return slurm_step(index, 4, "2(x2)", node, local, SLURM_STEP_NODELIST="gpu[003-004]", **more)
 
-    agreed = meeting_places(monkeypatch, *(rank(index) for index in range(4)))
+    agreed = rendezvous_addresses(monkeypatch, *(rank(index) for index in range(4)))
     assert len(set(agreed)) == 1
-    other_step, other_job = meeting_places(monkeypatch, rank(0, SLURM_STEP_ID=1), rank(0, SLURM_JOB_ID=4712))
+    other_step, other_job = rendezvous_addresses(monkeypatch, rank(0, SLURM_STEP_ID=1), rank(0, SLURM_JOB_ID=4712))
     assert len({agreed[0], other_step, other_job}) == 3
 
 
 @pytest.mark.parametrize("job", ["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID"])
 def test_all_ranks_of_an_mpi_job_agree_and_other_jobs_meet_elsewhere(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
-    first, second, other = meeting_places(
+    first, second, other = rendezvous_addresses(
         monkeypatch,
         {**openmpi(0, 2, 0, 2), job: "prte@1"},
         {**openmpi(1, 2, 1, 2), job: "prte@1"},
@@ -260,12 +260,12 @@ def test_mpirun_inside_a_slurm_job_agrees_though_only_remote_ranks_are_in_a_step
 ) -> None:
     beside_mpirun = {**openmpi(0, 2, 0, 1), "MASTER_ADDR": "head", "SLURM_JOB_ID": 7}
     under_its_daemon = {**openmpi(1, 2, 0, 1), "MASTER_ADDR": "head", "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 3}
-    here, there = meeting_places(monkeypatch, beside_mpirun, under_its_daemon)
+    here, there = rendezvous_addresses(monkeypatch, beside_mpirun, under_its_daemon)
     assert here == there
 
 
 def test_ports_are_free_for_users_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for job in range(50):
-        (place,) = meeting_places(monkeypatch, {**openmpi(0, 2, 0, 2), "SLURM_JOB_ID": job})
+        (place,) = rendezvous_addresses(monkeypatch, {**openmpi(0, 2, 0, 2), "SLURM_JOB_ID": job})
         assert place is not None
         assert 1024 < int(place.rpartition(":")[2]) < 65536

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from accelerate.watch.place import (
-    USERS,
+    USER_CODE,
     Place,
-    described,
+    describe_error,
     guard_of,
     place_of,
     place_of_error,
@@ -45,13 +45,13 @@ def test_the_users_line_and_what_it_called() -> None:
         event.wait(0.6)
 
     place = place_while(work)
-    assert (place.where(), place.call, place.phase) == (f"test_place.py:{this_line() - 3}", "wait()", USERS)
+    assert (place.location(), place.call, place.phase) == (f"test_place.py:{this_line() - 3}", "wait()", USER_CODE)
     assert place.source == "event.wait(0.6)"
-    assert place.at_a_lock
+    assert place.at_lock
 
 
 def test_a_sleep_is_no_lock() -> None:
-    assert not place_while(lambda: time.sleep(0.6)).at_a_lock
+    assert not place_while(lambda: time.sleep(0.6)).at_lock
 
 
 def test_a_thread_that_has_ended() -> None:
@@ -62,8 +62,8 @@ def test_a_thread_that_has_ended() -> None:
 def test_where_an_exception_came_from() -> None:
     with pytest.raises(ValueError, match="invalid literal") as caught:
         int("x")
-    assert place_of_error(caught.value).where() == f"test_place.py:{this_line() - 1}"
-    assert described(caught.value).startswith("ValueError: invalid literal")
+    assert place_of_error(caught.value).location() == f"test_place.py:{this_line() - 1}"
+    assert describe_error(caught.value).startswith("ValueError: invalid literal")
 
 
 def test_an_exception_that_is_being_handled() -> None:

@@ -19,13 +19,13 @@ def test_a_peer_that_is_lost_while_the_thread_is_looked_at_is_for_the_next_repor
 
     def look_and_lose(thread: int) -> Place | None:
         place = place_of(thread)
-        observer.lost_by = error
+        observer.lost_peer_error = error
         return place
 
     monkeypatch.setattr(reports, "place_of", look_and_lose)
     during, after = observer.report(), observer.report()
-    assert not during.lost
-    assert not during.waits
+    assert not during.lost_peer
+    assert not during.is_waiting
     assert during.place.source == "place = place_of(thread)"
-    assert after.lost
-    assert after.waits
+    assert after.lost_peer
+    assert after.is_waiting

@@ -37,9 +37,9 @@ from ..data.loaders.base import PreparedLoader
 from ..data.loaders.shard import DataLoaderShard
 from ..data.preparing import prepare_data_loader, samples_per_process, skip_first_batches
 from ..errors import UnsupportedSettingError
-from ..errors.callers import suggesting_arguments, warn
+from ..errors.callers import suggest_arguments, warn
 from ..logging import get_logger
-from ..optimizer import AcceleratedOptimizer, refuse_weights_that_are_away, warn_of_another_models_optimizer
+from ..optimizer import AcceleratedOptimizer, refuse_offloaded_weights, warn_of_foreign_optimizer
 from ..parallel.base import Batch, Bundle, Steps
 from ..parallel.compilation import compiling
 from ..parallel.mesh.fsdp2 import fsdp2_apply_ac, fsdp2_prepare_model
@@ -53,7 +53,7 @@ from ..runtime.collectives.nested import leaves, recursively_apply
 from ..runtime.devices.memory import release_memory
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
-from ..state import AcceleratorState, several_plugins_in_use
+from ..state import AcceleratorState, shared_deepspeed_plugins
 from .accumulation import AccumulationWindow
 from .arguments import Handlers, compilation_in_code, one_of, refuse_unsupported
 from .checkpoint_methods import CheckpointMethods
@@ -106,7 +106,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         parallelism_config: A `ParallelismConfig`: how many processes copy, shard, split or cut the model.
     """
 
-    @suggesting_arguments
+    @suggest_arguments
     def __init__(
         self,
         device_placement: bool = True,
@@ -152,7 +152,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             fsdp_plugin=fsdp_plugin,
-            deepspeed_plugins=one_of(deepspeed_plugin, deepspeed_plugins) or several_plugins_in_use(),
+            deepspeed_plugins=one_of(deepspeed_plugin, deepspeed_plugins) or shared_deepspeed_plugins(),
             parallelism_config=parallelism_config,
             dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
         )
@@ -383,7 +383,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         loaders: Sequence[DataLoader[Any]] = (),
         evaluation: bool = False,
     ) -> Bundle:
-        refuse_weights_that_are_away([*self._models, *models], optimizers)
+        refuse_offloaded_weights([*self._models, *models], optimizers)
         for model in models:
             self.verify_device_map(model)
             self.precision.convert(model, convert_model_to_fp8_ao)
@@ -416,7 +416,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         wrapped = AcceleratedOptimizer(optimizer, self._placement(device_placement), self.precision.scaler)
         wrapped.gradient_state = self.gradient_state
         if not self.strategy.capabilities.owns_scaling:  # an engine keeps the gradients elsewhere
-            wrapped.before_first_step = partial(warn_of_another_models_optimizer, models=self._models)
+            wrapped.before_first_step = partial(warn_of_foreign_optimizer, models=self._models)
         self._optimizers.append(wrapped)
         return wrapped
 
@@ -765,7 +765,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         if self._trackers is not None:
             self._trackers.finish()
         self.wait_for_everyone()
-        self.state._started.leave_group(together=True)
+        self.state._started.leave_group(all_ranks=True)
 
     def __repr__(self) -> str:
         here = self.state._started  # also after a reset

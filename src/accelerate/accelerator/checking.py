@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..config.environment import FOUND_BY_CHECK
-from ..errors.callers import users_line
+from ..errors.callers import user_line
 from ..parallel.base import params_of
 from ..runtime.collectives.operations import mesh_of
 
@@ -135,7 +135,7 @@ class Check:
         reads_own_samples = strategy.num_data_ranks > 1 and strategy.mesh is None
         if reads_own_samples and not accelerator.gradient_state.in_dataloader:
             self._losses.append(value)
-            self._line_of_losses = self._line_of_losses or users_line()
+            self._line_of_losses = self._line_of_losses or user_line()
         backward(loss, **kwargs)
 
     def _forward_backward(self, _: Any, forward_backward: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,12 +195,12 @@ class Check:
     # --- what was found ---------------------------------------------------------------------------------------------
 
     def _note(self, text: str) -> None:
-        self._findings.setdefault(text, users_line())
+        self._findings.setdefault(text, user_line())
 
     def _compare(self, text: str, value: Any) -> None:
         """Keep a value that should be the same on all ranks, and what is wrong where it is not."""
         if value is not None:
-            self._values.setdefault((users_line(), text), []).append(value)
+            self._values.setdefault((user_line(), text), []).append(value)
 
     def _steps_made(self) -> int:
         """Return the steps of a prepared optimizer; of any one, where none is prepared."""
@@ -256,7 +256,7 @@ class Check:
 
     def _at_exit(self) -> None:
         """Report of a script that ended before two steps; one that failed has said why."""
-        if self._reported or not self.runtime.is_of_this_process():
+        if self._reported or not self.runtime.belongs_to_this_process():
             return
         if getattr(sys, "last_value", None) is not None:
             if self._findings:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config.plugins.handlers import ProjectConfiguration
-from ..errors import START_ME_AGAIN
+from ..errors import REQUEUE_EXIT_CODE
 from ..parallel.base import Strategy
 from ..parallel.modules.dtensors import gathered, is_spread
 from ..parallel.modules.unwrapping import extract_model_from_parallel
@@ -494,8 +494,8 @@ class Checkpointer:
         assert self._preemption is not None
         if self.runtime.is_main_process:
             self._preemption.answered()
-            logger.warning("Stop requested by %s: saved %s. Exit code %d.", reason, path, START_ME_AGAIN)
-        raise SystemExit(START_ME_AGAIN)
+            logger.warning("Stop requested by %s: saved %s. Exit code %d.", reason, path, REQUEUE_EXIT_CODE)
+        raise SystemExit(REQUEUE_EXIT_CODE)
 
     def _form_of(self, folder: Path) -> str:
         if (folder / model_folder(0)).is_dir():

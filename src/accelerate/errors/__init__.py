@@ -1,12 +1,12 @@
-"""Errors people meet. Each says what happened, on which rank, what was expected and what to do."""
+"""Public errors. Each message states what happened, on which rank, what was expected and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-START_ME_AGAIN = 75
-"""The exit code of a run that saved because it was asked to leave: EX_TEMPFAIL of sysexits.h, which Slurm's
-RequeueExit can name and `accelerate launch` hands on."""
+REQUEUE_EXIT_CODE = 75
+"""The exit code of a run that saved and stopped on request: EX_TEMPFAIL of sysexits.h. Slurm's RequeueExit can name it,
+and `accelerate launch` passes it on."""
 
 
 class UnsupportedSettingError(ValueError):

@@ -1,4 +1,4 @@
-"""The user's line: which frames of a stack are the user's own, and warnings that point there."""
+"""Find the user's own frames in a stack, and warn at the user's line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = str(Path(__file__).parents[1])
 STDLIB = os.path.dirname(os.__file__)
-_FOLDERS_OF_INSTALLED = ("/site-packages/", "/dist-packages/")
-_DEBUGGING_PACKAGES = ("/debugpy/", "/pydevd", "/IPython/core/debugger", "/pudb/", "/ipdb/")
-_TYPED_CODE = ("<stdin>", "<ipython-input", "<console>")
+_INSTALL_FOLDER_NAMES = ("/site-packages/", "/dist-packages/")
+_DEBUGGER_PACKAGES = ("/debugpy/", "/pydevd", "/IPython/core/debugger", "/pudb/", "/ipdb/")
+_INTERACTIVE_FILES = ("<stdin>", "<ipython-input", "<console>")
 
 
-def suggesting_arguments(function: F) -> F:
-    """Let a function name the nearest argument when it is called with one that it does not have."""
+def suggest_arguments(function: F) -> F:
+    """Make a function suggest the nearest argument name when it is called with an unknown one."""
 
     @wraps(function)
     def suggesting(*args: Any, **kwargs: Any) -> Any:
@@ -42,9 +42,9 @@ def suggesting_arguments(function: F) -> F:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line, from however deep below it."""
+    """Warn at the user's line, however deep in the stack the caller is."""
     here = sys._getframe(1)
-    frame = users_frame(outwards(here)) or here
+    frame = find_user_frame(walk_frames(here)) or here
     names = frame.f_globals
     warnings.warn_explicit(
         message,
@@ -56,64 +56,64 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
-def users_line() -> str:
-    """Return the user's line from which this is called, however deep below it: "train.py:12"."""
-    frame = users_frame(outwards(sys._getframe(1)))
+def user_line() -> str:
+    """Return the user's line from which this is called, however deep in the stack: "train.py:12"."""
+    frame = find_user_frame(walk_frames(sys._getframe(1)))
     return "outside of any script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it."""
+def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def users_frame(frames: Iterable[FrameType]) -> FrameType | None:
-    """Return the innermost frame of the user's own code; of an installed program, that of its outermost file."""
+def find_user_frame(frames: Iterable[FrameType]) -> FrameType | None:
+    """Return the innermost frame of the user's code; for an installed program, of its outermost file."""
     program = None
-    inner_first = list(frames)
-    for frame in inner_first:
+    innermost_first = list(frames)
+    for frame in innermost_first:
         file = frame.f_code.co_filename
-        if is_of_the_user(file):
+        if is_user_file(file):
             return frame
-        program = file if _is_no_machinery(file) else program
-    return next((frame for frame in inner_first if frame.f_code.co_filename == program), None)
+        program = file if _is_outside_libraries(file) else program
+    return next((frame for frame in innermost_first if frame.f_code.co_filename == program), None)
 
 
 @cache
-def is_of_the_user(file: str) -> bool:
-    """Tell a script's own files from Python's, torch's, this package's and other installed ones."""
-    installed = file.startswith(_installed()) or any(folder in file for folder in _FOLDERS_OF_INSTALLED)
-    return not installed and _is_no_machinery(file)
+def is_user_file(file: str) -> bool:
+    """Return whether a file is the user's, and not of Python, torch, this package or another installed one."""
+    installed = file.startswith(_install_folders()) or any(folder in file for folder in _INSTALL_FOLDER_NAMES)
+    return not installed and _is_outside_libraries(file)
 
 
 @cache
-def is_of_a_debugger(file: str) -> bool:
-    """Tell the files of a debugger that is a package of its own."""
-    return any(part in file for part in _DEBUGGING_PACKAGES)
+def is_debugger_file(file: str) -> bool:
+    """Return whether a file belongs to a debugger that is a package of its own."""
+    return any(part in file for part in _DEBUGGER_PACKAGES)
 
 
 @cache
-def _is_no_machinery(file: str) -> bool:
-    if file.startswith("<"):  # code without a file: typed, given as `python -c`, or made by a library
-        return file.startswith(_TYPED_CODE) or (file == "<string>" and not hasattr(sys.modules["__main__"], "__file__"))
-    return not file.startswith(_machinery()) and not is_of_a_debugger(file)
+def _is_outside_libraries(file: str) -> bool:
+    if file.startswith("<"):  # code without a file: interactive, `python -c`, or generated by a library
+        return file.startswith(_INTERACTIVE_FILES) or (
+            file == "<string>" and not hasattr(sys.modules["__main__"], "__file__")
+        )
+    return not file.startswith(_library_folders()) and not is_debugger_file(file)
 
 
 @cache
-def _installed() -> tuple[str, ...]:
+def _install_folders() -> tuple[str, ...]:
     import sysconfig  # on first use: it reads how Python was built
 
     return tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 
 
 @cache
-def _machinery() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     import sysconfig
 
-    torch = find_spec("torch")  # not imported for this
-    folder_of_torch = os.path.dirname(torch.origin) if torch is not None and torch.origin else PACKAGE
-    return tuple(
-        os.path.join(folder, "") for folder in (PACKAGE, STDLIB, sysconfig.get_path("scripts"), folder_of_torch)
-    )
+    torch = find_spec("torch")  # without importing it
+    torch_folder = os.path.dirname(torch.origin) if torch is not None and torch.origin else PACKAGE
+    return tuple(os.path.join(folder, "") for folder in (PACKAGE, STDLIB, sysconfig.get_path("scripts"), torch_folder))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.devices.device import accelerator_type, clear_device_cache, is_cpu
-from ..runtime.modules import names_in_common, owner_of
+from ..runtime.modules import owner_of, tied_names
 
 Device = torch.device | str | int
 META = torch.device("meta")
@@ -171,12 +171,12 @@ def as_parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names under which the model knows one parameter, each in the model's order."""
-    return names_in_common(model.named_parameters(remove_duplicate=False))
+    return tied_names(model.named_parameters(remove_duplicate=False))
 
 
 def find_tied_tensors(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that are one parameter or one buffer."""
-    return find_tied_parameters(model) + names_in_common(model.named_buffers(remove_duplicate=False))
+    return find_tied_parameters(model) + tied_names(model.named_buffers(remove_duplicate=False))
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

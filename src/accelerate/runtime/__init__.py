@@ -1,1 +1,1 @@
-"""Who is here: this process, its device, its group, and what the group can do together."""
+"""The runtime of this process: its device, its process group, and collectives."""

@@ -1,4 +1,4 @@
-"""Modules and the names of what they hold."""
+"""Submodules, parameters and buffers by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds what a dotted name means, and what it calls it."""
+    """Return the submodule that owns a dotted name, and the last part of the name."""
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
 
 
-def names_in_common(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    """Return the groups of names that stand for one and the same tensor."""
+def tied_names(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """Return the groups of names that refer to the same tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
@@ -24,7 +24,7 @@ def names_in_common(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return what a dotted name means, step by step from an object."""
+    """Return the attribute of an object that a dotted name refers to."""
     return attrgetter(attr)(obj)
 
 
@@ -35,12 +35,12 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of this name among a module and what it holds, or None."""
+    """Return the class of this name among a module and its submodules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return a model and everything in it, what is held before what holds it; with `return_fqns` pairs with names."""
+    """Return a model and its submodules, children before parents; with `return_fqns` pairs with names."""
     found: list[tuple[str, nn.Module]] = []
 
     def walk(name: str, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""A clock of the training thread: which part of a step took how long on this process.
+"""Measure the training thread: how long each phase of a step takes on this process.
 
-It runs only where somebody reads it (`clock`); elsewhere a phase change costs one look at a name. Times are the
-host's: what a device does meanwhile shows where the thread waits for it.
+It is enabled only where the times are read (`clock`); elsewhere a phase change costs one check of a global. Times are
+the host's: work on a device shows up where the thread waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 DATA, FORWARD, BACKWARD, STEP, SAVING, WAITING, OTHER = range(7)
 NAMES = ("data", "forward", "backward", "step", "saving", "waiting", "other")
-"""`forward` is all between a batch and the backward pass, `waiting` are collectives outside of the passes."""
+"""`forward` is everything between a batch and the backward pass; `waiting` is collectives outside of the passes."""
 _MOST_ROWS = 8192
 
 Row = tuple[int, list[float]]
@@ -24,21 +24,21 @@ Row = tuple[int, list[float]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Phases:
-    """The clock of one thread.
+class PhaseClock:
+    """Measure the phases of one thread.
 
-    A step ends when the loop asks for the first batch after an optimizer stepped, however many optimizers there are.
+    A step ends when the loop requests the first batch after an optimizer step, however many optimizers there are.
     Without an optimizer every batch is a step; without a prepared loader every step of an optimizer is one.
     """
 
     __slots__ = (
-        "_fed",
+        "_has_loader",
         "_has_optimizer",
         "_phase",
         "_seconds",
         "_since",
         "_stepped",
-        "news",
+        "extra_values",
         "rows",
         "steps",
         "thread",
@@ -48,15 +48,15 @@ class Phases:
         self.thread = threading.get_ident()
         self.steps = 0
         self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
-        """Steps that nobody has read yet; a reader in another thread takes them from the left."""
-        self.news: dict[str, Any] | None = None
-        """What the next values that are logged should carry; left here by a reader."""
+        """Steps that have not been read yet; a reader in another thread pops them from the left."""
+        self.extra_values: dict[str, Any] | None = None
+        """Values for the tracker to add to the next ones it logs, set by a reader."""
         self._seconds = [0.0] * len(NAMES)
         self._phase, self._since = OTHER, perf_counter()
-        self._fed = self._stepped = self._has_optimizer = False
+        self._has_loader = self._stepped = self._has_optimizer = False
 
     def enter(self, phase: int) -> int:
-        """Begin a phase, and return the one that ends."""
+        """Enter a phase, and return the previous one."""
         now = perf_counter()
         before = self._phase
         self._seconds[before] += now - self._since
@@ -65,29 +65,29 @@ class Phases:
         return before
 
     def optimizer_stepped(self) -> None:
-        """End the optimizer's phase."""
+        """End the phase of the optimizer's step."""
         self.enter(OTHER)
         self._stepped = self._has_optimizer = True
-        if not self._fed:
+        if not self._has_loader:
             self._end_step()
 
-    def feed(self, batches: Iterator[Any], phase: int) -> Iterator[Any]:
-        """Hand batches on; the time in which the loop waits for one is of this phase."""
+    def measure_batches(self, batches: Iterator[Any], phase: int) -> Iterator[Any]:
+        """Yield batches; the time for which the loop waits for one counts as this phase."""
         if threading.get_ident() != self.thread:
             yield from batches
             return
-        self._ask(phase)
+        self._request_batch(phase)
         for batch in batches:
             self.enter(FORWARD)
             yield batch
-            self._ask(phase)
+            self._request_batch(phase)
         self.enter(OTHER)
 
-    def _ask(self, phase: int) -> None:
+    def _request_batch(self, phase: int) -> None:
         self.enter(phase)
-        if self._stepped or (self._fed and not self._has_optimizer):
+        if self._stepped or (self._has_loader and not self._has_optimizer):
             self._end_step()
-        self._fed = True
+        self._has_loader = True
 
     def _end_step(self) -> None:
         self.rows.append((self.steps, self._seconds))
@@ -96,28 +96,28 @@ class Phases:
         self._stepped = False
 
 
-clock: Phases | None = None
-"""The clock of this process, while somebody reads it."""
+clock: PhaseClock | None = None
+"""The clock of this process, while it is read."""
 run_folder: str | None = None
-"""The folder of a run that is logged to files, while it is."""
+"""The folder of the run that is being logged to files."""
 
 
 @contextmanager
 def during(phase: int) -> Iterator[None]:
-    """Count the block as a phase, and go back to the one around it."""
-    running = clock
-    if running is None or running.thread != threading.get_ident():
+    """Count the block as a phase, then return to the enclosing one."""
+    current = clock
+    if current is None or current.thread != threading.get_ident():
         yield
         return
-    before = running.enter(phase)
+    before = current.enter(phase)
     try:
         yield
     finally:
-        running.enter(before)
+        current.enter(before)
 
 
 def waits_for_others(function: F) -> F:
-    """Count the calls of a function as waiting: they say nothing about this process."""
+    """Count the calls of a function as waiting: their duration says nothing about this process."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

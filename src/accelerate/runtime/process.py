@@ -1,4 +1,4 @@
-"""Who this process is, from the variables of whoever started it. Imports no torch."""
+"""Read rank and world size from the variables of the launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ..config.environment import LauncherVariables
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """The place of one process among all processes of the run."""
+    """The ranks of one process, and the sizes of the world and of its host."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str | None = None
-    """Who started the processes, or None for a single process."""
+    """The launcher that started the processes, or None for a single process."""
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
-        """Read torchrun's, an MPI's or Slurm's variables; without any this is a single process."""
+        """Read the variables of torchrun, MPI or Slurm; without any this is a single process."""
         for launcher in environment.LAUNCHERS:
             found = launcher.read()
             if found is not None:
                 return _from_launcher(launcher, found)
         return cls()
 
-    def meeting_place(self) -> str | None:
-        """Return the address where the processes meet, or None where torchrun's variables tell torch."""
+    def rendezvous_address(self) -> str | None:
+        """Return the address of the rendezvous, or None where torch reads it from torchrun's variables."""
         if self.world_size == 1 or self.launcher in (None, "torchrun"):
             return None
         host = environment.read("MASTER_ADDR") or _first_host(self)
@@ -93,7 +93,7 @@ def _first_host(process: ProcessInfo) -> str:
 
 
 def _address_of_mpirun(process: ProcessInfo) -> str | None:
-    """Return the address of the host where `mpirun` was typed, if rank 0 runs there."""
+    """Return the address of the host where `mpirun` was started, if rank 0 runs there."""
     # Such as `943325184.0;tcp://10.0.0.1,192.168.0.1:49469`. Only rank 0 can tell whether that is its own host; if it
     # is not, its error ends the job.
     daemon = environment.read(environment.OPENMPI_FIRST_DAEMON) or ""
@@ -112,7 +112,7 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def port_of_this_job(process: ProcessInfo) -> int:
-    """Pick a port that all processes of the job agree on and that other jobs rarely share."""
+    """Choose a port that is the same for all processes of the job, and rarely that of another job."""
     for variable in environment.JOB_NUMBERS:
         job = environment.read(variable)
         if job:

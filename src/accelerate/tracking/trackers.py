@@ -192,9 +192,9 @@ def _name_of(asked_for: str | GeneralTracker) -> str:
 def _news() -> dict[str, Any]:
     """Take what the watcher has found out about the ranks since the last time."""
     clock = phases.clock
-    if clock is None or clock.news is None:
+    if clock is None or clock.extra_values is None:
         return {}
-    news, clock.news = clock.news, None
+    news, clock.extra_values = clock.extra_values, None
     return news
 
 

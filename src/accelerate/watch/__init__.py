@@ -1,4 +1,4 @@
-"""Know where every process is, and say why they wait for each other."""
+"""Detect hangs and stragglers: where every process is, and why they wait for each other."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _running: Watcher | None = None
 
 
 def watch(runtime: Runtime) -> None:
-    """See that the open process group has one watcher; `ACCELERATE_HANG_SECONDS=0` does without.
+    """Ensure that the current process group has one watcher; `ACCELERATE_HANG_SECONDS=0` disables it.
 
-    A group may outlive its runtime (`Runtime.forget`): the next one finds the watcher at work, and ends it with the
-    group.
+    A process group may outlive its runtime (`Runtime.detach`). The next runtime reuses the watcher, and stops it with
+    the group.
     """
     global _running
-    if _running is not None and not _running.is_of_the_open_group():
-        _running.end(quietly=True)
+    if _running is not None and not _running.watches_open_group():
+        _running.stop(announce=False)
         _running = None
     if _running is None:
-        _running = _begin(runtime)
-    if _running is not None and _running.end not in runtime.farewells:
-        runtime.farewells.append(_running.end)
+        _running = _start(runtime)
+    if _running is not None and _running.stop not in runtime.shutdown_hooks:
+        runtime.shutdown_hooks.append(_running.stop)
 
 
-def _begin(runtime: Runtime) -> Watcher | None:
+def _start(runtime: Runtime) -> Watcher | None:
     seconds = read_setting("hang_seconds")
     seconds = DEFAULT_SECONDS if seconds is None else seconds
-    if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.is_of_this_process():
+    if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.belongs_to_this_process():
         return None
     from .hangs.watcher import Watcher
 
     try:
-        return Watcher.begin(runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds)
+        return Watcher.start(runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         logger.debug("Hangs are not watched: the process group has no store that can be shared. (%s)", error)
         return None

@@ -1,4 +1,4 @@
-"""What a process says of itself when the others ask, and what they find out about one that does not answer."""
+"""Report the state of this process to the other ranks, and inspect a process that does not answer."""
 
 from __future__ import annotations
 
@@ -15,141 +15,141 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, is_at_a_lock, place_of, place_of_error, signature_of
+from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, is_at_lock, place_of, place_of_error, signature_of
 from .recorder import newest_collective
 
 SECONDS_TO_COUNT_AS_WAITING = 1.0
 _BUSY = 0.2
 """Share of one core at which a process counts as computing."""
 _SECONDS_TO_MEASURE = 0.5
-"""Over less time than that, looking is itself the most of what the process does."""
+"""Over a shorter time the measurement itself dominates."""
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine) if hasattr(os, "uname") else None
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a process stands, and for how long."""
+    """Where a process is, and for how long."""
 
     rank: int
     place: Place
-    still: float
-    """Seconds for which its thread has not moved on."""
-    idle: float
-    """Seconds for which, in addition, neither it nor a child of it computed anything."""
-    at_a_lock: bool = False
-    """It asks for a lock, and nothing in the process looks as if it would give it one."""
-    lost: bool = False
-    """Its call failed because another process had closed the connection."""
-    spins: bool = False
-    """Its backend may wait by asking again and again, as NCCL's does: that it computes says nothing."""
-    begun: int = 0
-    """Collectives begun so far, in all process groups."""
-    in_parts: bool = False
-    """There are process groups of some of the ranks: a pass through the model may wait for those only."""
-    recorded: str = ""
-    """The newest collective in torch's flight recorder that has not completed, where the recorder is on."""
+    stalled_seconds: float
+    """Seconds for which the training thread has made no progress."""
+    idle_seconds: float
+    """Seconds for which, in addition, neither the process nor a child of it used the CPU."""
+    at_lock: bool = False
+    """Whether it acquires a lock that no other thread of the process seems able to release."""
+    lost_peer: bool = False
+    """Whether its call failed because another process closed the connection."""
+    busy_waits: bool = False
+    """Whether the backend may wait in a busy loop, as NCCL does; CPU time then says nothing."""
+    collectives_started: int = 0
+    """Number of collectives started so far, in all process groups."""
+    has_subgroups: bool = False
+    """Whether there are process groups smaller than the world; a pass of the model may wait for one of those only."""
+    flight_record: str = ""
+    """The newest incomplete collective in torch's flight recorder, where the recorder is enabled."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it waits for other ranks: in a collective, or in a pass that computes nothing."""
-        if self.lost:
+        if self.lost_peer:
             return True
-        if self.still < SECONDS_TO_COUNT_AS_WAITING:
+        if self.stalled_seconds < SECONDS_TO_COUNT_AS_WAITING:
             return False
-        if self.in_a_pass:
-            return self.spins or self.idle >= SECONDS_TO_COUNT_AS_WAITING
+        if self.in_pass:
+            return self.busy_waits or self.idle_seconds >= SECONDS_TO_COUNT_AS_WAITING
         return self.place.phase == COLLECTIVE
 
     @property
-    def is_of_a_wait(self) -> bool:
-        """Whether it says that the thread waits, for ranks or at a lock: no longer true once the thread moves."""
-        return not self.lost and (self.waits or self.at_a_lock)
+    def is_blocked(self) -> bool:
+        """Whether the thread waits for ranks or at a lock. The report is outdated once the thread moves."""
+        return not self.lost_peer and (self.is_waiting or self.at_lock)
 
     @property
-    def in_a_pass(self) -> bool:
+    def in_pass(self) -> bool:
         """Whether it is in a forward or backward pass, whose collectives start below Python."""
         return self.place.phase in (BACKWARD, FORWARD)
 
     @property
-    def is_debugged(self) -> bool:
-        """Whether somebody looks at it in a debugger."""
+    def in_debugger(self) -> bool:
+        """Whether it is stopped in a debugger."""
         return self.place.phase == DEBUGGER
 
     def to_json(self) -> str:
-        """Write it down for the store."""
+        """Serialize for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """Read what another process wrote."""
+        """Read the report of another process."""
         fields = json.loads(text)
         return cls(**{**fields, "place": Place(**fields["place"])})
 
 
 class Observer:
-    """Look at one thread again and again, and know since when it stands where it stands."""
+    """Sample the training thread, and track since when it has made no progress."""
 
     def __init__(self, rank: int, thread: threading.Thread) -> None:
         self.rank = rank
-        self._made_by = thread
+        self._creator = thread
         self._signature: Any = None
-        self._moved = self._worked = self._looked = time.monotonic()
-        self._cpu = time.process_time()
-        self.lost_by: BaseException | None = None
-        """The error of a call that failed because a peer was gone."""
+        self._last_progress = self._last_busy = self._last_measured = time.monotonic()
+        self._cpu_seconds = time.process_time()
+        self.lost_peer_error: BaseException | None = None
+        """The error of a call that failed because a peer closed the connection."""
 
     @property
     def thread(self) -> threading.Thread:
-        """The thread that trains: it made the Accelerator; once that has ended, the main thread."""
-        return self._made_by if self._made_by.is_alive() else threading.main_thread()
+        """The training thread: the one that created the Accelerator, or the main thread once that has ended."""
+        return self._creator if self._creator.is_alive() else threading.main_thread()
 
-    def look(self) -> float:
-        """Look once; return for how many seconds the thread has not moved."""
-        now, cpu = time.monotonic(), time.process_time()
-        signature = signature_of(self.thread.ident or 0), _begun()
+    def sample(self) -> float:
+        """Sample the thread once; return for how many seconds it has made no progress."""
+        now, cpu_seconds = time.monotonic(), time.process_time()
+        signature = signature_of(self.thread.ident or 0), _collectives_started()
         if signature != self._signature:
-            self._signature, self._moved, self._worked = signature, now, now
-        if now - self._looked >= _SECONDS_TO_MEASURE:
-            if cpu - self._cpu > _BUSY * (now - self._looked):
-                self._worked = now
-            self._looked, self._cpu = now, cpu
-        return now - self._moved
+            self._signature, self._last_progress, self._last_busy = signature, now, now
+        if now - self._last_measured >= _SECONDS_TO_MEASURE:
+            if cpu_seconds - self._cpu_seconds > _BUSY * (now - self._last_measured):
+                self._last_busy = now
+            self._last_measured, self._cpu_seconds = now, cpu_seconds
+        return now - self._last_progress
 
-    def has_moved(self) -> bool:
-        """Look again; tell whether the thread has run on since the last look."""
+    def has_progressed(self) -> bool:
+        """Sample again; return whether the thread has made progress since the last sample."""
         before = self._signature
-        self.look()
+        self.sample()
         return bool(before != self._signature)
 
-    def waits(self) -> bool:
-        """Tell whether the thread is in something that other ranks must take part in."""
+    def is_waiting(self) -> bool:
+        """Return whether the thread is in a call that other ranks must take part in."""
         place = place_of(self.thread.ident or 0)
-        return place is not None and self._report(place, lost=False).waits
+        return place is not None and self._report(place, lost_peer=False).is_waiting
 
     def report(self) -> Report:
-        """Say where the thread stands now."""
-        error = self.lost_by  # once: the thread may set it while it is being looked at
-        lost = error is not None
+        """Return where the thread is now."""
+        error = self.lost_peer_error  # read once: the thread may set it meanwhile
+        lost_peer = error is not None
         place = place_of_error(error) if error is not None else place_of(self.thread.ident or 0)
         place = place or Place(phase="the end of the script")
-        report = self._report(place, lost)
-        if report.at_a_lock and _children_compute():
-            self._worked = time.monotonic()
-            report = self._report(place, lost)
-        return replace(report, recorded=newest_collective())
+        report = self._report(place, lost_peer)
+        if report.at_lock and _children_compute():
+            self._last_busy = time.monotonic()
+            report = self._report(place, lost_peer)
+        return replace(report, flight_record=newest_collective())
 
-    def _report(self, place: Place, lost: bool) -> Report:
+    def _report(self, place: Place, lost_peer: bool) -> Report:
         now = time.monotonic()
         return Report(
             rank=self.rank,
             place=place,
-            still=now - self._moved,
-            idle=now - self._worked,
-            at_a_lock=place.at_a_lock and _sleeps_at_locks(self.thread),
-            lost=lost,
-            spins=_spins(),
-            begun=_begun(),
-            in_parts=len({group.size() for group in _groups()}) > 1,
+            stalled_seconds=now - self._last_progress,
+            idle_seconds=now - self._last_busy,
+            at_lock=place.at_lock and _all_sleep_at_locks(self.thread),
+            lost_peer=lost_peer,
+            busy_waits=_backend_busy_waits(),
+            collectives_started=_collectives_started(),
+            has_subgroups=len({group.size() for group in _groups()}) > 1,
         )
 
 
@@ -159,63 +159,63 @@ def _groups() -> list[Any]:
     return [group for group in list(dist.distributed_c10d._world.pg_map) if hasattr(group, "size")]
 
 
-def _begun() -> int:
-    """Count the collectives begun so far, where the backend counts them."""
+def _collectives_started() -> int:
+    """Count the collectives started so far, where the backend counts them."""
     total = 0
     for group in _groups():
         try:
             total += int(group._get_sequence_number_for_group())
-        except (AttributeError, RuntimeError):  # a torch or a backend without it, or a group that is being closed
+        except (AttributeError, RuntimeError):  # a torch or a backend without it, or a group that is being destroyed
             continue
     return total
 
 
-def _spins() -> bool:
+def _backend_busy_waits() -> bool:
     try:
         return str(dist.get_backend()) != "gloo"
-    except (ValueError, RuntimeError):  # closed just now
+    except (ValueError, RuntimeError):  # destroyed just now
         return False
 
 
-def _sleeps_at_locks(thread: threading.Thread) -> bool:
-    """Tell whether a thread sleeps at a lock, and so does every other that could give it free.
+def _all_sleep_at_locks(thread: threading.Thread) -> bool:
+    """Return whether a thread sleeps at a lock, and so does every other thread that could release it.
 
-    One that reads, writes or sleeps may come back: an upload, a download, a timer; so may one in a library's own code,
-    whose threads Python does not know. False where it cannot be seen.
+    A thread in I/O or a sleep may return: an upload, a download, a timer. So may one in native code, whose threads
+    Python does not know. The result is False where the state of threads cannot be read.
     """
     others = [t for t in threading.enumerate() if t not in (thread, threading.current_thread())]
-    return all(is_at_a_lock(each.ident or 0) and _sleeps(each) for each in (thread, *others))
+    return all(is_at_lock(each.ident or 0) and _sleeps(each) for each in (thread, *others))
 
 
 def _sleeps(thread: threading.Thread) -> bool:
-    # In a forked process Python may still know the main thread by the number it had in the parent.
-    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    # In a forked process Python may still hold the thread id that the main thread had in the parent.
+    thread_id = os.getpid() if thread is threading.main_thread() else thread.native_id
     try:
-        return _FUTEX is not None and Path(f"/proc/self/task/{number}/syscall").read_text().split()[0] == _FUTEX
+        return _FUTEX is not None and Path(f"/proc/self/task/{thread_id}/syscall").read_text().split()[0] == _FUTEX
     except (OSError, IndexError):
         return False
 
 
 def _children_compute(seconds: float = 0.3) -> bool:
-    """Tell whether a child of this process computes: data workers, a pool that tokenises."""
+    """Return whether a child of this process uses the CPU: data workers, a pool of tokenizers."""
 
-    def spent() -> float:
+    def cpu_seconds() -> float:
         total = 0.0
         try:
             for child in psutil.Process().children(recursive=True):
                 times = child.cpu_times()
                 total += times.user + times.system
-        except psutil.Error:  # one has ended just now: something goes on
+        except psutil.Error:  # a child has just ended: something is running
             return float("inf")
         return total
 
-    before = spent()
+    before = cpu_seconds()
     time.sleep(seconds)
-    return not spent() - before <= _BUSY * seconds  # also where one of them is infinite
+    return not cpu_seconds() - before <= _BUSY * seconds  # also where one of them is infinite
 
 
 def state_of_process(host: str, pid: int) -> str:
-    """Say how a process is that does not answer, as far as can be seen from here."""
+    """Describe the state of a process that does not answer, as far as this host can tell."""
     if host != socket.gethostname():
         return f"does not answer (process {pid} on {host})"
     try:
@@ -231,8 +231,8 @@ def state_of_process(host: str, pid: int) -> str:
     return f"is alive, but no Python runs in it (process {pid}: a native call holds the interpreter)"
 
 
-def listed(ranks: Iterable[int]) -> str:
-    """Write ranks as people do: "Rank 3", "Ranks 0, 2-5"."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks as a short list: "Rank 3", "Ranks 0, 2-5"."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ordered:

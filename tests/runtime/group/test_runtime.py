@@ -36,7 +36,7 @@ def sum_of_ranks() -> int:
     return int(total.item())
 
 
-def forget_the_launcher() -> tuple[int, int, str]:
+def drop_launcher_variables() -> tuple[int, int, str]:
     """Take torchrun's variables away; return rank, world size and the address they named."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -122,7 +122,7 @@ def test_reset_closes_the_group_that_was_opened_and_another_can_be_opened() -> N
 @ranks(2)
 def test_forgetting_leaves_the_group_open_and_the_next_runtime_owns_it() -> None:
     first, group = Runtime.start(), dist.group.WORLD
-    Runtime.forget()
+    Runtime.detach()
     second = Runtime.start()
     assert second is not first
     assert dist.group.WORLD is group
@@ -134,7 +134,7 @@ def test_forgetting_leaves_the_group_open_and_the_next_runtime_owns_it() -> None
 
 @ranks(2)
 def test_a_group_that_the_user_opened_is_adopted_and_left_open() -> None:
-    rank, world_size, address = forget_the_launcher()
+    rank, world_size, address = drop_launcher_variables()
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     runtime = Runtime.start()
     assert (runtime.process_index, runtime.num_processes, runtime.local_process_index) == (rank, 2, rank)
@@ -147,7 +147,7 @@ def test_a_group_that_the_user_opened_is_adopted_and_left_open() -> None:
 
 @ranks(2)
 def test_a_group_that_the_user_opened_is_trusted_more_than_the_launcher() -> None:
-    rank, world_size, address = forget_the_launcher()
+    rank, world_size, address = drop_launcher_variables()
     os.environ |= {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
     assert ProcessInfo.from_environment().world_size == 1, "an interactive step in which the user spawned processes"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
@@ -157,8 +157,8 @@ def test_a_group_that_the_user_opened_is_trusted_more_than_the_launcher() -> Non
 
 
 @ranks(2)
-def test_a_group_that_the_user_opened_needs_no_meeting_place() -> None:
-    rank, world_size, address = forget_the_launcher()
+def test_a_group_that_the_user_opened_needs_no_rendezvous_address() -> None:
+    rank, world_size, address = drop_launcher_variables()
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}  # two hosts, no MASTER_ADDR
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
@@ -168,7 +168,7 @@ def test_a_group_that_the_user_opened_needs_no_meeting_place() -> None:
 
 @ranks(2)
 def test_the_users_init_method_is_where_the_processes_meet(tmp_path: Path) -> None:
-    forget = forget_the_launcher()
+    forget = drop_launcher_variables()
     os.environ |= {"RANK": str(forget[0]), "WORLD_SIZE": str(forget[1])}
     Runtime.start(init_handler=InitProcessGroupKwargs(init_method=f"file://{tmp_path}/store"))
     assert sum_of_ranks() == 1
@@ -222,7 +222,7 @@ def launcher_variables(launcher: str, rank: int, world_size: int, job: int) -> d
 
 
 def start_as(launcher: str, job: int) -> tuple[str | None, int, int, int]:
-    rank, world_size, _ = forget_the_launcher()
+    rank, world_size, _ = drop_launcher_variables()
     os.environ |= launcher_variables(launcher, rank, world_size, job)
     runtime = Runtime.start()
     runtime.barrier()
@@ -236,7 +236,7 @@ def job_with_a_free_port(launcher: str, patch: pytest.MonkeyPatch) -> int:
     for job in range(os.getpid(), os.getpid() + 100):
         for name, value in launcher_variables(launcher, 0, 2, job).items():
             patch.setenv(name, value)
-        place = ProcessInfo.from_environment().meeting_place()
+        place = ProcessInfo.from_environment().rendezvous_address()
         assert place is not None
         with socket.socket() as probe:
             try:

@@ -36,7 +36,7 @@ OUTPUT = Path()
 
 
 class Training:
-    """What the faults happen to."""
+    """The training in which the faults happen."""
 
     def __init__(self) -> None:
         self.accelerator = Accelerator(cpu=True)
@@ -119,7 +119,7 @@ def stopped(training: Training) -> None:
     training.accelerator.wait_for_everyone()  # WAITS
 
 
-def late_and_gone(training: Training) -> None:
+def late_and_exited(training: Training) -> None:
     """Rank 1 arrives while the others collect reports, and has left before they judge: nothing is wrong."""
     if training.rank == 1:
         end = time.monotonic() + THRESHOLD + 1.2
@@ -227,8 +227,8 @@ def download_in_native_code(training: Training) -> None:
     training.accelerator.wait_for_everyone()  # WAITS
 
 
-def late_for_a_turn(training: Training) -> None:
-    """Rank 0 has had its turn, and is ahead of those who wait for theirs until rank 3 has come."""
+def late_for_main_process_first(training: Training) -> None:
+    """Rank 0 has run its block and is ahead of those that wait at the store until rank 3 has arrived."""
     if training.rank == 3:
         while not _printed("is busy"):
             time.sleep(0.5)  # CULPRIT
@@ -248,23 +248,23 @@ def healthy(training: Training) -> None:
     training.accelerator.end_training()
 
 
-def long_turn(training: Training) -> None:
+def slow_main_process_first(training: Training) -> None:
     """Rank 0 goes first, for longer than the backend's timeout."""
     assert dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout.seconds == 5
     with training.accelerator.main_process_first():
         if training.accelerator.is_main_process:
             time.sleep(12)
-    print("went on after", round(time.monotonic() - training.begun))
+    print("continued after", round(time.monotonic() - training.begun))
     training.accelerator.wait_for_everyone()
 
 
-def failing_turn(training: Training) -> None:
+def failing_main_process_first(training: Training) -> None:
     with training.accelerator.main_process_first():
         if training.accelerator.is_main_process:
             raise ValueError("no such file")
 
 
-def first_rank_killed_in_its_turn(training: Training) -> None:
+def first_rank_killed_in_main_process_first(training: Training) -> None:
     with training.accelerator.local_main_process_first():  # WAITS
         if training.accelerator.is_main_process:
             time.sleep(1.5)
@@ -289,7 +289,7 @@ def _train_in_a_thread() -> None:
             accelerator.gather(torch.ones(1))  # CULPRIT
         accelerator.wait_for_everyone()
     except StuckError as error:
-        print("told in its thread:", error)
+        print("raised in its thread:", error)
 
 
 def _wait_for(notice: str) -> None:
@@ -319,7 +319,7 @@ def main() -> None:
             for rank in range(WORLD_SIZE):
                 process = os.fork()
                 if process == 0:
-                    _become(rank, ports, folder / f"{name}.{rank}")
+                    _set_up_rank(rank, ports, folder / f"{name}.{rank}")
                     _run(globals()[name])
                     return
                 running[process] = name, rank, time.monotonic()
@@ -334,7 +334,7 @@ def main() -> None:
         time.sleep(0.05)
 
 
-def _become(rank: int, ports: tuple[int, int], output: Path) -> None:
+def _set_up_rank(rank: int, ports: tuple[int, int], output: Path) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -354,17 +354,17 @@ def _become(rank: int, ports: tuple[int, int], output: Path) -> None:
 
 
 def _run(fault: Callable[[Training], None]) -> None:
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=5))] if fault is long_turn else []
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=5))] if fault is slow_main_process_first else []
     if handlers:
         Accelerator(cpu=True, kwargs_handlers=handlers)
     training = Training()
     explain = sys.excepthook
 
-    def explain_and_take_the_time(*error: object) -> None:
+    def explain_and_print_time(*error: object) -> None:
         explain(*error)  # type: ignore[arg-type]
-        print(f"told after {time.monotonic() - training.begun:.1f} s", flush=True)
+        print(f"reported after {time.monotonic() - training.begun:.1f} s", flush=True)
 
-    sys.excepthook = explain_and_take_the_time
+    sys.excepthook = explain_and_print_time
     fault(training)
     print("finished", flush=True)
 

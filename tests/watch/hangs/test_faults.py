@@ -16,7 +16,7 @@ from tests.timing import ALONE
 
 FAULTS = Path(__file__).with_name("faults.py")
 THRESHOLD = 3.0
-SECONDS_TO_TELL = THRESHOLD + 5
+SECONDS_TO_REPORT = THRESHOLD + 5
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Ended:
         return int(self.printed.rpartition("exit code ")[2])
 
     @property
-    def told_after(self) -> float:
-        return float(re.findall(r"^told after ([\d.]+) s", self.printed, re.MULTILINE)[0])
+    def reported_after(self) -> float:
+        return float(re.findall(r"^reported after ([\d.]+) s", self.printed, re.MULTILINE)[0])
 
 
 def run(folder: Path, *names: str) -> None:
@@ -68,14 +68,14 @@ DISAGREEMENTS = {  # who is named, and a part of the rule
     "unequal_loaders": ("rank 3", "a shorter loader"),
     "swallowed_exception": ("rank 2", "an exception that was caught there"),
 }
-GONE = {
+MISSING = {
     "killed": (1, "is dead"),
     "first_rank_killed": (0, "is dead"),
     "sys_exit": (1, "has left: sys.exit(0) at"),
     "first_rank_exits": (0, "has left: sys.exit(0) at"),
     "unused_parameters": (1, "has failed: RuntimeError: Expected to have finished reduction"),
 }
-LATE = ("late_and_gone", "late_for_a_turn", "download_in_native_code")
+LATE = ("late_and_exited", "late_for_main_process_first", "download_in_native_code")
 NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread", *LATE)
 OTHERS = ("ragged_shapes", "last_call_on_one_rank", "handled_exception", "lock_and_collective", "in_a_thread")
 
@@ -88,24 +88,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(where.with_suffix(".lock")):
         if not where.exists():
             where.mkdir()
-            run(where, *DISAGREEMENTS, *GONE, *NO_FAULTS, *OTHERS)
+            run(where, *DISAGREEMENTS, *MISSING, *NO_FAULTS, *OTHERS)
     return where
 
 
 def verdicts(ended: list[Ended], survivors: set[int]) -> list[str]:
-    """Return what each survivor was told, having checked that it was told and failed."""
-    told = []
+    """Return the verdict of each survivor, after checking that it failed with one."""
+    reported = []
     for rank in sorted(survivors):
         assert ended[rank].code == 1, ended[rank].printed
-        assert ended[rank].told_after >= 0
+        assert ended[rank].reported_after >= 0
         own = [text for text in ended[rank].printed.splitlines() if re.search(rf"\bRank {rank}: ", text)]
         assert own, ended[rank].printed
-        told.append(own[0])
-    return told
+        reported.append(own[0])
+    return reported
 
 
 @pytest.mark.parametrize("fault", DISAGREEMENTS)
-def test_ranks_that_wait_in_different_calls_are_told_whose_call_it_was(folder: Path, fault: str) -> None:
+def test_ranks_that_wait_in_different_calls_learn_whose_call_it_was(folder: Path, fault: str) -> None:
     culprit, rule = DISAGREEMENTS[fault]
     for text in verdicts(read(folder, fault), {0, 1, 2, 3}):
         assert f"() was called on {culprit} only ({line_of(fault, 'CULPRIT')})" in text
@@ -114,9 +114,9 @@ def test_ranks_that_wait_in_different_calls_are_told_whose_call_it_was(folder: P
             assert f"wait in reduce() ({line_of(fault, 'WAITS')})" in text
 
 
-@pytest.mark.parametrize("fault", GONE)
-def test_ranks_that_wait_for_one_that_is_gone_are_told_how_it_went(folder: Path, fault: str) -> None:
-    culprit, how = GONE[fault]
+@pytest.mark.parametrize("fault", MISSING)
+def test_ranks_that_wait_for_a_missing_one_learn_its_state(folder: Path, fault: str) -> None:
+    culprit, how = MISSING[fault]
     for text in verdicts(read(folder, fault), {0, 1, 2, 3} - {culprit}):
         assert f"Rank {culprit} {how}" in text
         assert f"({line_of(fault, 'WAITS')})" in text
@@ -124,7 +124,7 @@ def test_ranks_that_wait_for_one_that_is_gone_are_told_how_it_went(folder: Path,
             assert line_of(fault, "CULPRIT") in text
 
 
-def test_the_last_call_of_a_script_on_one_rank_is_told_with_its_condition(folder: Path) -> None:
+def test_the_last_call_of_a_script_on_one_rank_is_reported_with_its_condition(folder: Path) -> None:
     (text,) = verdicts(read(folder, "last_call_on_one_rank"), {0})
     assert re.search(r"Ranks? .* ha(s|ve) left: its script has ended", text)
     where = line_of("_evaluate", "CULPRIT")
@@ -134,11 +134,11 @@ def test_the_last_call_of_a_script_on_one_rank_is_told_with_its_condition(folder
 
 
 @pytest.mark.skipif(not ALONE, reason="needs a machine of its own: nightly")
-def test_nearly_all_are_told_in_time(folder: Path) -> None:
-    files = [file for fault in (*DISAGREEMENTS, *GONE) for file in folder.glob(f"{fault}.?")]
-    told = [Ended(file.read_text()).told_after for file in files if "told after" in file.read_text()]
-    assert len(told) > 20
-    assert sorted(told)[len(told) * 3 // 4] <= SECONDS_TO_TELL
+def test_nearly_all_report_in_time(folder: Path) -> None:
+    files = [file for fault in (*DISAGREEMENTS, *MISSING) for file in folder.glob(f"{fault}.?")]
+    reported = [Ended(file.read_text()).reported_after for file in files if "reported after" in file.read_text()]
+    assert len(reported) > 20
+    assert sorted(reported)[len(reported) * 3 // 4] <= SECONDS_TO_REPORT
 
 
 def test_what_torchs_flight_recorder_has_is_attached(folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_torchs_flight_recorder_has_is_attached(folder: Path) -> None:
         ]
 
 
-def test_ragged_shapes_are_told_by_rank(folder: Path) -> None:
+def test_ragged_shapes_are_reported_by_rank(folder: Path) -> None:
     ended = read(folder, "ragged_shapes")
     alive = {rank for rank in range(4) if ended[rank].code == 1}  # gloo itself aborts one that receives too much
     assert alive >= {1}
@@ -182,7 +182,7 @@ def test_a_lock_across_a_collective(folder: Path) -> None:
         ("busy_first_rank", "Rank 0 is busy at"),
         ("upload_in_a_thread", "Rank 0 is busy at"),
         ("download_in_native_code", "Rank 0 is busy at"),
-        ("late_for_a_turn", "Rank 3 is busy at"),
+        ("late_for_main_process_first", "Rank 3 is busy at"),
         ("debugged", "Rank 1 is in a debugger at"),
         ("stopped", "Rank 1 is stopped (process"),
     ],
@@ -194,7 +194,7 @@ def test_a_rank_that_may_come_back_is_waited_for(folder: Path, fault: str, notic
     assert notice in printed
     assert line_of(fault, "WAITS") in printed
     assert "Error" not in printed
-    if fault == "late_for_a_turn":
+    if fault == "late_for_main_process_first":
         assert "main_process_first() (" in printed
     if fault == "busy_first_rank":
         assert line_of(fault, "CULPRIT") in printed
@@ -206,34 +206,36 @@ def test_a_rank_that_may_come_back_is_waited_for(folder: Path, fault: str, notic
 
 
 def test_nobody_is_judged_by_a_report_that_is_no_longer_true(folder: Path) -> None:
-    for each in read(folder, "late_and_gone"):
+    for each in read(folder, "late_and_exited"):
         assert each.code == 0, each.printed
         assert "Error" not in each.printed
 
 
-def test_an_accelerator_of_another_thread_is_told_in_that_thread(folder: Path) -> None:
+def test_an_accelerator_of_another_thread_raises_in_that_thread(folder: Path) -> None:
     ended = read(folder, "in_a_thread")
-    told = [each for each in ended if "told in its thread: Rank" in each.printed or "StuckError: Rank" in each.printed]
-    assert len(told) == 4, [each.printed for each in ended]
-    assert any("told in its thread: Rank" in each.printed for each in ended)
+    reported = [
+        each for each in ended if "raised in its thread: Rank" in each.printed or "StuckError: Rank" in each.printed
+    ]
+    assert len(reported) == 4, [each.printed for each in ended]
+    assert any("raised in its thread: Rank" in each.printed for each in ended)
     where = line_of("_train_in_a_thread", "CULPRIT")
-    assert all(f"gather() was called on rank 2 only ({where})" in each.printed for each in told)
+    assert all(f"gather() was called on rank 2 only ({where})" in each.printed for each in reported)
 
 
-def test_turns_outlast_the_backend_and_failures(tmp_path: Path) -> None:
-    run(tmp_path, "long_turn", "failing_turn", "first_rank_killed_in_its_turn")
-    for each in read(tmp_path, "long_turn"):  # the group's timeout is 5 s
+def test_main_process_first_outlasts_the_backend_and_failures(tmp_path: Path) -> None:
+    run(tmp_path, "slow_main_process_first", "failing_main_process_first", "first_rank_killed_in_main_process_first")
+    for each in read(tmp_path, "slow_main_process_first"):  # the group's timeout is 5 s
         assert each.code == 0, each.printed
-        assert int(re.findall(r"went on after (\d+)", each.printed)[0]) >= 12
-    first, *others = read(tmp_path, "failing_turn")
+        assert int(re.findall(r"continued after (\d+)", each.printed)[0]) >= 12
+    first, *others = read(tmp_path, "failing_main_process_first")
     assert first.code == 1
     for rank, each in enumerate(others, start=1):
         assert each.code == 0
         assert (
             f"Rank 0 failed with ValueError: no such file in the block that it ran first. Rank {rank}" in each.printed
         )
-    _, *others = read(tmp_path, "first_rank_killed_in_its_turn")
-    assert all(each.code == 1 and each.told_after > 0 for each in others)
+    _, *others = read(tmp_path, "first_rank_killed_in_main_process_first")
+    assert all(each.code == 1 and each.reported_after > 0 for each in others)
 
 
 def test_health_is_silent(tmp_path: Path) -> None:

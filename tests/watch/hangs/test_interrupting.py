@@ -21,20 +21,20 @@ def interrupter() -> Iterator[Interrupter]:
 
 def interrupt(interrupter: Interrupter, seconds: float) -> None:
     arguments = (threading.current_thread(), "verdict")
-    threading.Thread(target=interrupter.interrupt, args=arguments, kwargs={"leaves_first": False}).start()
+    threading.Thread(target=interrupter.interrupt, args=arguments, kwargs={"exits_first": False}).start()
     time.sleep(seconds)
 
 
 def test_a_thread_that_waits_raises(interrupter: Interrupter) -> None:
     with pytest.raises(StuckError, match="verdict"):
         interrupt(interrupter, seconds=3)
-    assert not interrupter.leaves
+    assert not interrupter.is_exiting
 
 
-def test_a_thread_that_tells_by_itself_is_spared(interrupter: Interrupter) -> None:
-    interrupter.spare()
+def test_a_thread_that_reports_by_itself_is_not_interrupted(interrupter: Interrupter) -> None:
+    interrupter.disarm()
     interrupt(interrupter, seconds=0.3)
-    assert not interrupter.leaves
+    assert not interrupter.is_exiting
 
 
 def test_nor_does_it_raise_twice(interrupter: Interrupter) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.watch.hangs.verdict import Verdict
 from accelerate.watch.hangs.watcher import Watcher
-from accelerate.watch.place import COLLECTIVE, USERS, Place
+from accelerate.watch.place import COLLECTIVE, USER_CODE, Place
 from accelerate.watch.reports import Report
 from tests.ranks import ranks
 from tests.timing import limit
@@ -65,8 +65,8 @@ def test_a_forked_child_leaves_the_watcher_alone() -> None:
         from accelerate import watch
 
         assert watch._running is not None
-        watch._running.end()  # as the exit functions do
-        if watch._running._ended:
+        watch._running.stop()  # as the exit functions do
+        if watch._running._stopped:
             os._exit(3)
         PartialState()  # as a data worker may
         os._exit(4 if watchers() else 0)
@@ -92,29 +92,32 @@ def test_a_group_that_its_user_closes() -> None:
 def test_a_notice_comes_again_after_twice_the_time() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
-    own = Report(rank=0, place=Place(phase=COLLECTIVE), still=3, idle=3)
+    own = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=3, idle_seconds=3)
     for expected in (6.0, 12.0, 24.0):
         watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
-        assert watcher._patience == expected
+        assert watcher._alarm_after == expected
     watcher._interrupter.close()
     accelerator.end_training()
 
 
 @ranks(2)
-def test_a_rank_that_lost_its_peer_is_told_what_was_judged_with_that_knowledge() -> None:
+def test_a_rank_that_lost_its_peer_gets_a_verdict_that_knows_it() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
-    watcher._observer.lost_by = RuntimeError("Connection closed by peer")
-    before = Report(rank=0, place=Place(phase=USERS), still=0, idle=0)
-    knowing = Report(rank=0, place=Place(phase=COLLECTIVE), still=0, idle=0, lost=True)
-    watcher._act(Verdict(fatal=False, culprits=[0], text="", again_in=1.0), before)
+    watcher._observer.lost_peer_error = RuntimeError("Connection closed by peer")
+    before = Report(rank=0, place=Place(phase=USER_CODE), stalled_seconds=0, idle_seconds=0)
+    knowing = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=0, idle_seconds=0, lost_peer=True)
+    watcher._act(Verdict(fatal=False, culprits=[0], text="", recheck_in=1.0), before)
     watcher._act(Verdict(fatal=False, culprits=[0], text="Rank 0 is busy."), before)
-    watcher._act(Verdict(fatal=False, culprits=[], text="", again_in=1.0), knowing)
-    assert watcher._heard.empty()
+    watcher._act(Verdict(fatal=False, culprits=[], text="", recheck_in=1.0), knowing)
+    assert watcher._verdicts.empty()
     assert not watcher._stopping.is_set()
     watcher._act(Verdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
     watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
-    assert [watcher._heard.get(timeout=limit(5)).text for _ in range(2)] == ["Rank 1 has left.", "Rank 1 is stopped."]
+    assert [watcher._verdicts.get(timeout=limit(5)).text for _ in range(2)] == [
+        "Rank 1 has left.",
+        "Rank 1 is stopped.",
+    ]
     assert watcher._stopping.is_set()
     watcher._interrupter.close()
     accelerator.end_training()

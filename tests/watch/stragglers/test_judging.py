@@ -21,10 +21,10 @@ from accelerate import Accelerator
 from accelerate.commands.views.runs.finding import read_runs
 from accelerate.commands.views.terminal.ranks import Ranks, watched_run
 from accelerate.runtime import phases
-from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, Phases
+from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
 from accelerate.watch.stragglers.exchange import Exchange
 from accelerate.watch.stragglers.judging import CONSECUTIVE, Finding, Judge, slow_ranks
-from accelerate.watch.stragglers.windows import FEWEST_STEPS, KEPT, Windows, summary, unpacked
+from accelerate.watch.stragglers.windows import FEWEST_STEPS, KEPT, Windows, summary, unpack
 from tests.ranks import run_on_ranks
 
 SLOW_RANK = 2
@@ -54,24 +54,24 @@ class Samples(Dataset[Any]):
         time.sleep(seconds * slowed * (1 + self.random.uniform(-self.jitter, self.jitter)))
 
 
-class Heard(logging.Handler):
-    """Note what is said, and in which step."""
+class Warnings(logging.Handler):
+    """Record the messages, and the step of each."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
         self.samples = samples
-        self.said: list[tuple[int, str]] = []
+        self.messages: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append((self.samples.step, record.getMessage()))
+        self.messages.append((self.samples.step, record.getMessage()))
 
 
 def train(folder: Path, jitter: float, in_data: tuple[int, int], in_forward: tuple[int, int]) -> list[tuple[int, str]]:
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
     accelerator.init_trackers("slow", init_kwargs={"jsonl": {"run": "run"}})
     samples = Samples(accelerator.process_index, jitter, in_data)
-    heard = Heard(samples)
-    logging.getLogger("accelerate.watch.stragglers.exchange").addHandler(heard)
+    warned = Warnings(samples)
+    logging.getLogger("accelerate.watch.stragglers.exchange").addHandler(warned)
     model = torch.nn.Linear(4, 2)
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(samples, batch_size=1)
@@ -85,10 +85,10 @@ def train(folder: Path, jitter: float, in_data: tuple[int, int], in_forward: tup
         accelerator.log({"loss": 1.0}, step=step)
     accelerator.end_training()
     assert phases.run_folder is None
-    return heard.said
+    return warned.messages
 
 
-def said(phase: str) -> str:
+def warning(phase: str) -> str:
     return (
         rf"Rank {SLOW_RANK} is slow in {phase}: 0\.0\d\d s per step, where the others need 0\.0\d\d s\. "
         r"It costs the run \d+% of every step\."
@@ -100,14 +100,14 @@ def logged(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_slow_rank_is_named_within_50_steps_with_its_phase_and_when_it_is_over(tmp_path: Path) -> None:
-    told = run_on_ranks(4, train, folder=tmp_path, jitter=0.0, in_data=SLOW_IN_DATA, in_forward=SLOW_IN_FORWARD)
-    assert told[1:] == [[], [], []], "only the first rank speaks"
-    (first, slow_data), (over, no_longer), (second, slow_forward) = told[0]
-    assert re.fullmatch(said("waiting for data"), slow_data)
+    warned = run_on_ranks(4, train, folder=tmp_path, jitter=0.0, in_data=SLOW_IN_DATA, in_forward=SLOW_IN_FORWARD)
+    assert warned[1:] == [[], [], []], "only the first rank warns"
+    (first, slow_data), (over, no_longer), (second, slow_forward) = warned[0]
+    assert re.fullmatch(warning("waiting for data"), slow_data)
     assert SLOW_IN_DATA[0] < first <= SLOW_IN_DATA[0] + 50
     assert no_longer == f"Rank {SLOW_RANK} is no longer slow in waiting for data."
     assert SLOW_IN_DATA[1] < over <= SLOW_IN_DATA[1] + 50
-    assert re.fullmatch(said("the forward pass"), slow_forward)
+    assert re.fullmatch(warning("the forward pass"), slow_forward)
     assert SLOW_IN_FORWARD[0] < second <= SLOW_IN_FORWARD[0] + 50
 
     found = [(record["step"], record["values"]) for record in logged(tmp_path, "metrics.jsonl") if "values" in record]
@@ -134,8 +134,8 @@ def test_a_slow_rank_is_named_within_50_steps_with_its_phase_and_when_it_is_over
 
 
 def test_jitter_of_20_percent_is_nobodys_fault(tmp_path: Path) -> None:
-    told = run_on_ranks(4, train, folder=tmp_path, jitter=0.2, in_data=(0, 0), in_forward=(0, 0))
-    assert told == [[], [], [], []]
+    warned = run_on_ranks(4, train, folder=tmp_path, jitter=0.2, in_data=(0, 0), in_forward=(0, 0))
+    assert warned == [[], [], [], []]
     assert not any("straggler" in line for name in ("metrics.jsonl", "ranks.jsonl") for line in logged(tmp_path, name))
     assert len(logged(tmp_path, "ranks.jsonl")) > 2
 
@@ -193,65 +193,65 @@ def test_chance_names_nobody(world_size: int) -> None:
     row = np.array([USUAL.get(name, 0.0) for name in NAMES])
     for number in range(windows):
         times = row * chance.uniform(0.8, 1.2, (world_size, FEWEST_STEPS, len(row)))
-        told = np.stack([summary(number, list(rank)) for rank in times])
-        table = np.repeat(told[:, None], KEPT, axis=1)
+        summaries = np.stack([summary(number, list(rank)) for rank in times])
+        table = np.repeat(summaries[:, None], KEPT, axis=1)
         table[:, :-1, 0] = -1
-        (window,) = judge.hear(table)
+        (window,) = judge.update(table)
         assert window.finding is None
 
 
-def tell(judge: Judge, windows: list[Windows], first: int, seconds: list[dict[str, float]]) -> list[Finding | None]:
+def publish(judge: Judge, windows: list[Windows], first: int, seconds: list[dict[str, float]]) -> list[Finding | None]:
     for rank, times in enumerate(seconds):
-        windows[rank].take(deque((first + i, row) for i, row in enumerate(steps(**times))))
-    return [window.finding for window in judge.hear(unpacked(rank.packed() for rank in windows))]
+        windows[rank].consume(deque((first + i, row) for i, row in enumerate(steps(**times))))
+    return [window.finding for window in judge.update(unpack(rank.pack() for rank in windows))]
 
 
 def test_a_finding_takes_some_windows_and_so_does_its_end() -> None:
     judge, windows = Judge(), [Windows() for _ in range(4)]
     slow = [USUAL, USUAL, USUAL, {**USUAL, "forward": 0.1}]
-    heard = [tell(judge, windows, number * FEWEST_STEPS, slow)[0] for number in range(CONSECUTIVE)]
-    assert [finding is not None for finding in heard] == [False] * (CONSECUTIVE - 1) + [True]
+    findings = [publish(judge, windows, number * FEWEST_STEPS, slow)[0] for number in range(CONSECUTIVE)]
+    assert [finding is not None for finding in findings] == [False] * (CONSECUTIVE - 1) + [True]
     begun = CONSECUTIVE * FEWEST_STEPS
-    heard = [tell(judge, windows, begun + number * FEWEST_STEPS, [USUAL] * 4)[0] for number in range(CONSECUTIVE)]
-    assert [finding is not None for finding in heard] == [True] * (CONSECUTIVE - 1) + [False]
+    findings = [publish(judge, windows, begun + number * FEWEST_STEPS, [USUAL] * 4)[0] for number in range(CONSECUTIVE)]
+    assert [finding is not None for finding in findings] == [True] * (CONSECUTIVE - 1) + [False]
 
 
-def test_windows_wait_for_the_rank_that_tells_last_but_not_for_one_that_stopped() -> None:
+def test_windows_wait_for_the_rank_that_publishes_last_but_not_for_one_that_stopped() -> None:
     judge, windows = Judge(), [Windows() for _ in range(3)]
-    tell(judge, windows, 0, [USUAL] * 3)
-    assert tell(judge, windows, FEWEST_STEPS, [USUAL] * 2) == [], "rank 2 has not told"
-    windows[2].take(deque((FEWEST_STEPS + i, row) for i, row in enumerate(steps(**USUAL))))
-    assert tell(judge, windows, 2 * FEWEST_STEPS, []) == [None]
-    heard = [tell(judge, windows, number * FEWEST_STEPS, [USUAL] * 2) for number in range(2, 4 + KEPT)]
-    assert heard[0] == []
-    assert heard[-1] == [None]
+    publish(judge, windows, 0, [USUAL] * 3)
+    assert publish(judge, windows, FEWEST_STEPS, [USUAL] * 2) == [], "rank 2 has not published"
+    windows[2].consume(deque((FEWEST_STEPS + i, row) for i, row in enumerate(steps(**USUAL))))
+    assert publish(judge, windows, 2 * FEWEST_STEPS, []) == [None]
+    findings = [publish(judge, windows, number * FEWEST_STEPS, [USUAL] * 2) for number in range(2, 4 + KEPT)]
+    assert findings[0] == []
+    assert findings[-1] == [None]
 
 
 def test_windows_of_another_length_begin_at_the_same_steps_on_every_rank() -> None:
     early, late = Windows(), Windows()
     rows = [(number, [float(number)] + [0.0] * (len(NAMES) - 1)) for number in range(100)]
     for window, change in ((early, 13), (late, 27)):
-        window.take(deque(rows[:change]))
+        window.consume(deque(rows[:change]))
         window.resize(20)
-        assert window.take(deque(rows[change:]))
+        assert window.consume(deque(rows[change:]))
     assert np.array_equal(early.newest, late.newest)
     assert early.newest[1] == 20
     assert early.newest[3 + BACKWARD] == 0
 
 
 def test_rank_0_makes_windows_of_fast_steps_longer_and_of_slow_ones_short_again() -> None:
-    clock, store = Phases(), dist.HashStore()
+    clock, store = PhaseClock(), dist.HashStore()
     exchange = Exchange(clock, store, rank=0, world_size=2)
     fast, slow = [0.001] + [0.0] * (len(NAMES) - 1), [0.5] + [0.0] * (len(NAMES) - 1)
     lengths = []
     for first, row in ((0, fast), (2560, slow)):
-        exchange._due = 0.0  # whatever the time
+        exchange._next_poll = 0.0  # whatever the time
         clock.rows.extend((first + number, row) for number in range(2560))
-        exchange.turn()
+        exchange.poll()
         lengths.append(int(store.get("phases/length")))
     assert lengths == [2560, FEWEST_STEPS]
     clock.rows.extend((number, [1e-6] * len(NAMES)) for number in range(5120, 5130))
-    exchange._due = 0.0
-    exchange.turn()
+    exchange._next_poll = 0.0
+    exchange.poll()
     assert int(store.get("phases/length")) < (clock.rows.maxlen or 0), "it can be completed"
-    assert len(store.get("phases/0")) == KEPT * 17 * 8, "what a rank tells does not grow"
+    assert len(store.get("phases/0")) == KEPT * 17 * 8, "what a rank publishes does not grow"

@@ -127,7 +127,7 @@ class Announcements:
             self._store.set(f"{self.coordinator}/{save}/{what}", json.dumps(note))
 
     def _heard(self, save: str, what: str) -> dict[str, Any]:
-        note: dict[str, Any] = json.loads(self.runtime.await_note(self._store, f"{self.coordinator}/{save}/{what}"))
+        note: dict[str, Any] = json.loads(self.runtime.wait_for_key(self._store, f"{self.coordinator}/{save}/{what}"))
         if "error" in note:
             raise CheckpointError(note["error"])
         return note

@@ -299,7 +299,7 @@ class PreparedLoader(DataLoader[Any]):
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Let the clock of this process, if it runs, know when the loop waits for a batch."""
         clock = phases.clock
-        return rounds if clock is None else clock.feed(rounds, self._phase)
+        return rounds if clock is None else clock.measure_batches(rounds, self._phase)
 
     @property
     def _phase(self) -> int:

@@ -132,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 self._mark_last(self.partial_round)
             self.cursor.batches += self.batches_per_round
-            self.gradient_state._bring_forward(self)
+            self.gradient_state._activate_dataloader(self)
             yield part if place is None else place(part)
 
     def _own_rounds(self, resume: Position | None) -> Iterator[tuple[Any, bool, int]]:

@@ -167,7 +167,7 @@ class DataLoaderShard(PreparedLoader):
             return
         step = self.batches_per_round
         cursor = self.cursor
-        bring_forward = self.gradient_state._bring_forward
+        bring_forward = self.gradient_state._activate_dataloader
         if last is None:
             for batch, is_last in marking_last(batches):
                 batch, self.partial_round = self._unmarked(batch, is_last)
@@ -261,7 +261,7 @@ class DataLoaderShard(PreparedLoader):
             if not any(more):
                 self._mark_last(partial)
             self.cursor.batches += self.batches_per_round
-            self.gradient_state._bring_forward(self)
+            self.gradient_state._activate_dataloader(self)
             yield here if place is None else place(here)
 
     def _tell_each_other(self, batch: Any) -> list[int]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from ...runtime.loop.random import initial_seed_of_rank_zero, own_seed, shared_seed
+from ...runtime.loop.random import draw_seed, initial_seed_of_rank_zero, shared_seed
 from .permutation import Permutation
 
 Positions = npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class SynchronizedRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         seed, self._next_seed = self._next_seed, None
         if seed is None:
-            seed = own_seed() if self.reads_for_all else shared_seed()
+            seed = draw_seed() if self.reads_for_all else shared_seed()
         self.seed = seed
         self.generator = torch.Generator()
         self.generator.manual_seed(self.seed)

@@ -20,7 +20,7 @@ from ...config.environment import export_settings, patch_environment, read_setti
 from ...config.plugins.handlers import InitProcessGroupKwargs
 from ...config.settings import check_precision
 from ...errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
-from ...runtime.group.forks import keep_inheritances
+from ...runtime.group.forks import freeze_inherited_objects
 from ...runtime.process import ProcessInfo
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
@@ -239,7 +239,7 @@ def _new_task(
     function: Callable[..., Any], args: Sequence[Any], start_method: str, line_prefix: str | None = None
 ) -> Iterator[Task]:
     if start_method == "fork":
-        keep_inheritances()
+        freeze_inherited_objects()
     with TemporaryDirectory(prefix="accelerate-launch-") as directory:
         yield Task(
             function=function,

@@ -158,7 +158,7 @@ def leave_the_others() -> None:
 
     running = Runtime.existing()
     if running is not None:
-        running.leave_group(together=True)
+        running.leave_group(all_ranks=True)
 
 
 def run_task(task: Task) -> None:

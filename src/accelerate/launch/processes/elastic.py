@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ...errors import START_ME_AGAIN, LaunchError
+from ...errors import REQUEUE_EXIT_CODE, LaunchError
 from ..machines.failure_exchange import SECONDS_TO_HEAR, News
 from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
 from ..say import quieted, say
@@ -97,7 +97,7 @@ class Outcome:
     def asks_for_a_start(self) -> bool:
         """Whether the processes saved and left, to be started again."""
         codes = {ending.exit_code for ending in self.endings}
-        return START_ME_AGAIN in codes and codes <= {0, START_ME_AGAIN}
+        return REQUEUE_EXIT_CODE in codes and codes <= {0, REQUEUE_EXIT_CODE}
 
     @property
     def failed(self) -> bool:
@@ -266,7 +266,7 @@ class Agent(LocalElasticAgent):
             self._wait_for_everyone()
             self._note_endings(worker_group)
             self._tell_other_machines()
-        elif START_ME_AGAIN in self._exit_codes().values():
+        elif REQUEUE_EXIT_CODE in self._exit_codes().values():
             self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
             self._deadline = time.monotonic() + self.job.grace_period
             self._wait_for_everyone()
@@ -298,7 +298,7 @@ class Agent(LocalElasticAgent):
         deadline = self._deadline
         while self._living() and time.monotonic() < deadline:
             codes = self._exit_codes().values()
-            if deadline == self._deadline and any(code not in (None, 0, START_ME_AGAIN) for code in codes):
+            if deadline == self._deadline and any(code not in (None, 0, REQUEUE_EXIT_CODE) for code in codes):
                 # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
                 deadline = min(deadline, time.monotonic() + SECONDS_AFTER_ONE_GAVE_UP)
             time.sleep(0.05)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...config.environment import FOUND_BY_CHECK, patch_environment, read
 from ...config.launch.settings import LaunchSettings
-from ...errors import START_ME_AGAIN, LaunchError
+from ...errors import REQUEUE_EXIT_CODE, LaunchError
 from ..machines import preflight
 from ..machines.network import is_here, local_address_towards
 from ..plan import Plan, command_of
@@ -47,8 +47,8 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
         with patch_environment(**variables):
             outcome = _run(settings, plan, folder, guard)
         if outcome.asks_for_a_start:
-            say(f"the processes saved and left, to be started again (exit code {START_ME_AGAIN}).")
-            return START_ME_AGAIN
+            say(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
+            return REQUEUE_EXIT_CODE
         if outcome.signal is not None:
             return 128 + outcome.signal if outcome.failed else 0
         if not outcome.failed:

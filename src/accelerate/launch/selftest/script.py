@@ -74,7 +74,7 @@ class Bench:
 
         from ...runtime.collectives.operations import broadcast_object_list
 
-        place = self.accelerator.state._runtime.process.meeting_place()
+        place = self.accelerator.state._runtime.process.rendezvous_address()
         host = (urlsplit(place).hostname if place is not None else read("MASTER_ADDR")) or "127.0.0.1"
         options: dict[str, Any] = {"timeout": _PATIENCE, "wait_for_workers": False}
         server = TCPStore(host, 0, is_master=True, **options) if self.rank == 0 else None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...runtime.modules import names_in_common, owner_of
+from ...runtime.modules import owner_of, tied_names
 from .dtensors import local, spread_like
 
 
@@ -18,7 +18,7 @@ class Ties:
     """Which names stand for one and the same parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.groups = names_in_common(model.named_parameters(remove_duplicate=False))
+        self.groups = tied_names(model.named_parameters(remove_duplicate=False))
 
     def restore(self, model: nn.Module) -> None:
         """Make them one again, after every module was given a parameter of its own."""

@@ -1,4 +1,4 @@
-"""Batches as trees: walk, move, slice and describe nested containers of tensors. Nothing here communicates.
+"""Walk, move, slice and describe nested containers of tensors. Nothing here communicates.
 
 Containers are mappings (dicts, `UserDict`s, model outputs), lists, tuples, namedtuples and dataclasses; every
 container comes back as its own type.
@@ -17,24 +17,24 @@ import torch
 
 @dataclasses.dataclass
 class TensorInformation:
-    """Stand in for a tensor: what another process needs to allocate its like."""
+    """The shape and dtype of a tensor, for another process to allocate one like it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Tell whether this is a tensor."""
+    """Return whether this is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Tell whether this describes a tensor."""
+    """Return whether this describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Tell whether this is an instance of a namedtuple class."""
+    """Return whether this is an instance of a namedtuple class."""
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
@@ -49,7 +49,7 @@ def honor_mapping(obj: Any, items: dict[Any, Any]) -> Any:
 
 
 def map_children(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply a function to the direct children of a container; return None for what is no container."""
+    """Apply a function to the direct children of a container; return None for a leaf."""
     if isinstance(data, (list, tuple)):
         return honor_type(data, [function(child) for child in data])
     if isinstance(data, Mapping):
@@ -132,7 +132,7 @@ def send_to_device(
 ) -> Any:
     """Move every tensor of a nested container to a device.
 
-    Objects with a `to` method of their own (a tokenizer's batch, say) are asked to move themselves. Mapping keys in
+    Objects with a `to` method of their own (a tokenizer's batch, for example) are moved by it. Mapping keys in
     `skip_keys` stay where they are.
     """
     if isinstance(tensor, torch.Tensor):
@@ -260,7 +260,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Write a nested dict into another, level by level, and return that; the source's values count."""
+    """Write a nested dict into another, level by level, and return that; values of the source take precedence."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))

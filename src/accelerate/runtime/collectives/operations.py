@@ -1,7 +1,7 @@
-"""What the processes do together, over nested containers: gather, reduce, broadcast, pad.
+"""Collectives over nested containers: gather, reduce, broadcast, pad.
 
 Every operation is a no-op on a single process. In debug mode (`ACCELERATE_DEBUG_MODE=1`) the ranks first compare
-what they bring, and a difference is an error that lists every rank instead of a hang or a corrupted result.
+their arguments, and a difference is an error that lists every rank instead of a hang or a corrupted result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import DistributedOperationException
 from ...errors.callers import warn
 from ..group.runtime import Runtime
 from ..phases import waits_for_others
-from .last_calls import note
+from .last_calls import record_call
 from .nested import named_leaves, recursively_apply
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def _describe(operation: str, data: Any) -> str:
-    """Describe a call so that two ranks can compare what they bring to it."""
+    """Describe a call so that ranks can compare their arguments."""
 
     def describe(name: str, leaf: Any) -> str:
         kind = type(leaf).__name__
@@ -75,22 +75,22 @@ def _require_agreement(mine: str, runtime: Runtime) -> None:
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
-    """Return the mesh a tensor is spread over, or None where it is whole."""
+    """Return the mesh that a tensor is distributed over, or None for a plain tensor."""
     return getattr(tensor, "device_mesh", None)  # torch.distributed.tensor takes long to import
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor on every process; all of its mesh call it."""
+    """Return the full tensor on every process. All ranks of its mesh must call it."""
     return tensor if mesh_of(tensor) is None else tensor.full_tensor()  # type: ignore[attr-defined]
 
 
 def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    tensor = whole(tensor)  # a loss over a split vocabulary is spread over the processes that split it
+    tensor = whole(tensor)  # a loss over a sharded vocabulary is a DTensor
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
     world_size = Runtime.current().num_processes
     ranks = world_size if group is None else group.size()
     if ranks == world_size:
-        note("gather", tensor)
+        record_call("gather", tensor)
     gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
     _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor, group=group)
     return gathered
@@ -135,10 +135,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     world_size = Runtime.current().num_processes
 
     def reduce_tensor(leaf: torch.Tensor) -> torch.Tensor:
-        # Contiguous, because the ranks' memory is added as it lies, whatever the strides.
+        # Contiguous, because the backend adds raw memory, whatever the strides.
         reduced = whole(leaf.detach()).clone(memory_format=torch.contiguous_format) if world_size > 1 else leaf
         if world_size > 1 and reduction != "none":
-            note("reduce", reduced)
+            record_call("reduce", reduced)
             dist.all_reduce(reduced, op=operation)
         if reduction == "mean" and world_size > 1:
             reduced = reduced / world_size
@@ -157,7 +157,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     def broadcast_tensor(leaf: torch.Tensor) -> torch.Tensor:
         buffer = leaf.contiguous()
-        note("broadcast", buffer)
+        record_call("broadcast", buffer)
         dist.broadcast(buffer, src=from_process)
         return leaf if buffer is leaf else leaf.copy_(buffer)
 

@@ -18,7 +18,7 @@ def _installed(*packages: str) -> Callable[[], bool]:
     def is_available() -> bool:
         return any(has_package(package) for package in packages)
 
-    is_available.__doc__ = f"Tell whether {' or '.join(packages)} is installed."
+    is_available.__doc__ = f"Return whether {' or '.join(packages)} is installed."
     return is_available
 
 
@@ -62,7 +62,7 @@ def _device(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False, **kwargs: Any) -> bool:
         return devices.has_accelerator(kind)
 
-    is_available.__doc__ = f"Tell whether this machine has an accelerator of the kind {kind}."
+    is_available.__doc__ = f"Return whether this machine has an accelerator of the kind {kind}."
     return is_available
 
 
@@ -77,89 +77,89 @@ is_xpu_available = _device("xpu")
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Tell whether this machine has an Apple GPU."""
+    """Return whether this machine has an Apple GPU."""
     return devices.has_accelerator("mps")
 
 
 def is_rocm_available() -> bool:
-    """Tell whether torch was built for AMD's accelerators, and one is here."""
+    """Return whether torch was built for AMD's accelerators, and one is here."""
     return torch.version.hip is not None and devices.has_accelerator("cuda")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether models can run on XLA devices: not in this version."""
+    """Return whether models can run on XLA devices: not in this version."""
     return False
 
 
 def is_habana_gaudi1() -> bool:
-    """Tell whether the accelerator is the first Gaudi: nobody could try."""
+    """Return whether the accelerator is the first Gaudi: not detected in this version."""
     return False
 
 
 def is_torch_distributed_available() -> bool:
-    """Tell whether torch was built with process groups."""
+    """Return whether torch was built with process groups."""
     return torch.distributed.is_available()
 
 
 def is_xccl_available() -> bool:
-    """Tell whether torch can use Intel's collectives."""
+    """Return whether torch can use Intel's collectives."""
     return is_torch_distributed_available() and bool(getattr(torch.distributed, "is_xccl_available", bool)())
 
 
 def is_pippy_available() -> bool:
-    """Tell whether models can be cut into stages: torch has it."""
+    """Return whether models can be split into pipeline stages: torch supports it."""
     return is_torch_distributed_available()
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether `torch.load` can refuse code: every torch that this library takes can."""
+    """Return whether `torch.load` supports `weights_only`: every supported torch does."""
     return True
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Tell whether NumPy is new enough."""
+    """Return whether NumPy is new enough."""
     return has_package("numpy") and compare_versions("numpy", ">=", min_version)
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether the default device computes in bf16."""
+    """Return whether the default device computes in bf16."""
     return devices.supports_low_precision(devices.default_device(), torch.bfloat16)
 
 
 def is_fp16_available() -> bool:
-    """Tell whether the default device computes in fp16."""
+    """Return whether the default device computes in fp16."""
     return devices.supports_low_precision(devices.default_device(), torch.float16)
 
 
 def is_fp8_available() -> bool:
-    """Tell whether a package that computes in fp8 is installed."""
+    """Return whether a package that computes in fp8 is installed."""
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Tell whether TransformerEngine has its block format; this version does not use it."""
+    """Return whether TransformerEngine has its block format; this version does not use it."""
     return False
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Tell whether bitsandbytes is installed, and new enough."""
+    """Return whether bitsandbytes is installed, and new enough."""
     if not has_package("bitsandbytes"):
         return False
     return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes has 8-bit layers."""
+    """Return whether bitsandbytes has 8-bit layers."""
     return is_bnb_available("0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes has 4-bit layers."""
+    """Return whether bitsandbytes has 4-bit layers."""
     return is_bnb_available("0.39.0")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Tell whether bitsandbytes runs on other devices than CUDA."""
+    """Return whether bitsandbytes runs on other devices than CUDA."""
     return is_bnb_available("0.46.0")
 
 

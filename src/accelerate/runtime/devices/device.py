@@ -1,7 +1,7 @@
-"""Device kinds, through `torch.accelerator`: the one place that knows device names.
+"""Device types, through `torch.accelerator`: the only module that knows their names.
 
 On a machine without an accelerator every call of `torch.accelerator` but the availability check raises, so
-each function here asks for availability first.
+each function here checks availability first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def accelerator_type() -> str | None:
 
 
 def has_accelerator(kind: str) -> bool:
-    """Tell whether this machine has accelerators of a kind."""
+    """Return whether this machine has accelerators of a kind."""
     return accelerator_type() == kind
 
 
@@ -76,12 +76,12 @@ def activate(device: torch.device) -> None:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Tell whether tensors are on this device from the start."""
+    """Return whether this device is the CPU."""
     return device.type == "cpu"
 
 
 def finest_float(device: torch.device) -> torch.dtype:
-    """Return the most exact floating-point type that a device can compute with."""
+    """Return the most precise floating-point dtype that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -105,7 +105,7 @@ def collective_backend(device: torch.device, requested: str | None) -> str:
 
 
 def ddp_device_ids(device: torch.device) -> list[torch.device] | None:
-    """Return the `device_ids` that DDP wants: none on the CPU."""
+    """Return the `device_ids` argument of DDP: None on the CPU."""
     return None if device.type == "cpu" else [device]
 
 
@@ -144,31 +144,31 @@ def set_device_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached device memory back; optionally collect garbage first so that there is more to give."""
+    """Release cached device memory; optionally collect garbage first so that more can be released."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
-        # torch.accelerator.empty_cache() raises where a device kind brings its own sort of allocator (MPS, NPU).
+        # torch.accelerator.empty_cache() raises where a device type has its own kind of allocator (MPS, NPU).
         empty_cache = getattr(device_module(default_device()), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
 
 
 def free_memory(index: int) -> int | None:
-    """Return the bytes that are free on one of this machine's accelerators, or None where its kind does not say."""
+    """Return the bytes that are free on one of this machine's accelerators; None where its type does not report it."""
     kind = accelerator_type()
     if kind is None:
         return None
     module = getattr(torch, kind)
-    ask = getattr(module, "mem_get_info", None)
-    if ask is not None:
-        return int(ask(index)[0])
+    mem_get_info = getattr(module, "mem_get_info", None)
+    if mem_get_info is not None:
+        return int(mem_get_info(index)[0])
     limit = getattr(module, "recommended_max_memory", None)  # MPS shares the host's memory
     return None if limit is None else int(limit() - module.current_allocated_memory())
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a host tensor that an accelerator can fetch by itself, or the tensor where that is not known."""
+    """Return a copy of a host tensor in pinned memory, or the tensor itself where pinning is not supported."""
     if tensor.numel() == 0:
         return tensor
     try:
@@ -178,7 +178,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Tell whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
+    """Return whether the device multiplies matrices in fp8: NVIDIA's from Ada, AMD's from MI300."""
     if device.type != "cuda":
         return False
     if torch.version.hip is not None:
@@ -188,7 +188,7 @@ def supports_fp8(device: torch.device) -> bool:
 
 
 def supports_low_precision(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether autocast to this dtype works on the device."""
+    """Return whether autocast to this dtype works on the device."""
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported()
     return True

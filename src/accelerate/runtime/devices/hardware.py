@@ -1,4 +1,4 @@
-"""What is in this machine, as other libraries ask for it."""
+"""Query the hardware of this machine, with the published functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAFE_KERNEL = "5.5.0"
 
 @dataclass(frozen=True)
 class CPUInformation:
-    """A process's place among the others, as its launcher tells it."""
+    """The ranks and world sizes of a process, as its launcher sets them."""
 
     rank: int = 0
     world_size: int = 1
@@ -28,13 +28,13 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's place, without starting a process group."""
+    """Return this process's ranks and world sizes, without starting a process group."""
     process = ProcessInfo.from_environment()
     return CPUInformation(process.rank, process.world_size, process.local_rank, process.local_world_size)
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of this machine's accelerator, and how several processes with one each are called."""
+    """Return the type of this machine's accelerator, and the distributed type of several processes that use it."""
     device = devices.default_device()
     return device.type, str(devices.distributed_type_of(device).value)
 
@@ -48,7 +48,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver, as its own tool says."""
+    """Return the version of NVIDIA's driver, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -58,9 +58,9 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether NVIDIA's GPUs here reach each other directly; True where there are not two of them.
+    """Return whether NVIDIA's GPUs here reach each other directly; True where there are not two of them.
 
-    The driver is asked, because it is the one that allows it or not.
+    The answer is the driver's.
     """
     if not devices.has_accelerator("cuda"):
         return True
@@ -69,7 +69,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Tell whether this machine's accelerator multiplies matrices in fp8."""
+    """Return whether this machine's accelerator multiplies matrices in fp8."""
     return devices.supports_fp8(devices.default_device())
 
 

@@ -1,4 +1,4 @@
-"""Batch sizes that fit, and memory given back."""
+"""Find a batch size that fits, and release memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory",
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",  # torch's CPU allocator
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says of a convolution too large for the memory left
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error for a convolution too large for the free memory
 )
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Tell whether an exception means that memory ran out."""
+    """Return whether an exception means that memory ran out."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
 
 
 def release_memory(*objects: Any) -> list[Any]:
-    """Give memory back; returns a None for every object, to be assigned to their names."""
+    """Release memory; return a None for every object, to be assigned to their names."""
     released = [None] * len(objects)
     del objects
     clear_device_cache(garbage_collection=True)

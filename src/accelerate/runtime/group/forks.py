@@ -1,4 +1,4 @@
-"""What a forked child may do with the objects it inherits: everything but collect them."""
+"""Keep forked children from collecting the objects that they inherit."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import gc
 import os
 
 # [Note: garbage of the parent]
-# A forked child inherits what its parent has not collected yet, such as the process group of an earlier training or
-# the store of an earlier launch. Their destructors wait for a thread that did not survive the fork: a child that
-# collected them would hang, or end by a segmentation fault. It could do so as soon as it exists, in what other
-# libraries do after a fork; so the collector rests from before the fork until the child has set its inheritance aside.
+# A forked child inherits garbage that its parent has not collected yet, such as the process group of an earlier
+# training or the store of an earlier launch. Their destructors wait for a thread that does not exist after the fork: a
+# child that collected them would hang or crash. That could happen at once, in the at-fork hooks of other libraries; so
+# the collector is disabled from before the fork until the child has frozen what it inherited.
 
 
 @functools.cache
-def keep_inheritances() -> None:
-    """Let children that are forked from now on never collect what they inherit. See [Note: garbage of the parent]."""
+def freeze_inherited_objects() -> None:
+    """Keep children that are forked later from collecting what they inherit. See [Note: garbage of the parent]."""
     if hasattr(os, "register_at_fork"):
-        rest = _Rest()
-        os.register_at_fork(before=rest.begin, after_in_parent=rest.end, after_in_child=rest.end_in_child)
+        pause = _CollectorPause()
+        os.register_at_fork(before=pause.begin, after_in_parent=pause.end, after_in_child=pause.end_in_child)
 
 
-class _Rest:
-    """The collector's, while any thread forks."""
+class _CollectorPause:
+    """Disable the garbage collector while any thread forks."""
 
     def __init__(self) -> None:
         self._forks = 0
@@ -40,6 +40,6 @@ class _Rest:
             gc.enable()
 
     def end_in_child(self) -> None:
-        self._forks = 1  # the other threads, and their forks, are the parent's
+        self._forks = 1  # other threads and their forks exist in the parent only
         gc.freeze()
         self.end()

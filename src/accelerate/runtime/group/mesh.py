@@ -1,4 +1,4 @@
-"""The processes of a run as a grid with named axes, and the groups along them."""
+"""The device mesh of a run, and the process groups along its axes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .runtime import Runtime
 
 
 class Mesh:
-    """Where this process stands in the grid, and with whom it shares what."""
+    """The device mesh, and this process's groups and coordinates in it."""
 
     def __init__(self, config: ParallelismConfig, device_mesh: DeviceMesh) -> None:
         self.config = config
         self.device_mesh = device_mesh
         self._axes = device_mesh.mesh_dim_names or ()
-        # torch keeps a flattened view with the mesh; asking twice gives the same one.
+        # torch caches a flattened view in the mesh.
         with groups_like_that_of_all():
             self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}
             self.sharding = self._sharding_mesh()
-        """The mesh FSDP2 works on: copies by shards, or shards alone; None where nothing but layers is split."""
+        """The mesh for FSDP2: replicate x shard, or shard alone; None where only layers are split."""
 
     @classmethod
     def of(cls, config: ParallelismConfig, runtime: Runtime) -> Mesh:
-        """Return the grid of these sizes; a second Accelerator takes the one that is there, with its groups."""
+        """Return the mesh of these sizes; a second Accelerator reuses the existing one, with its groups."""
         sizes = tuple(config.fitted(runtime.num_processes).size(axis) for axis in AXES)
         if sizes not in runtime.meshes:
             needed = set(config.active_mesh_dims)
             if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
-                needed.add("dp_shard")  # FSDP2, which averages the copies, wants an axis to shard over
+                needed.add("dp_shard")  # FSDP2, which averages the replicas, needs an axis to shard over
             axes = [axis for axis in AXES if axis in needed]
             runtime.meshes[sizes] = mesh_over(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
         config.device_mesh = runtime.meshes[sizes]
@@ -46,22 +46,22 @@ class Mesh:
         shards = [axis for axis in self._axes if axis in VIEWS["dp_shard_cp"]]
         if not shards:
             return None
-        if self.config.tp_enabled:  # one message instead of two for a norm over both
+        if self.config.tp_enabled:  # one collective instead of two for a norm over both
             self._flattened("dp_shard_cp_tp", (*shards, "tp"))
-        copies = ("dp_replicate",) if self.config.dp_replicate_enabled else ()
+        replicas = ("dp_replicate",) if self.config.dp_replicate_enabled else ()
         if len(shards) == 1:
-            names = (*copies, shards[0])
+            names = (*replicas, shards[0])
             return self.device_mesh[names]
-        together = self._views["dp_shard_cp"]
-        assert together is not None
-        return beside(self.device_mesh, "dp_replicate", together) if copies else together
+        flattened = self._views["dp_shard_cp"]
+        assert flattened is not None
+        return beside(self.device_mesh, "dp_replicate", flattened) if replicas else flattened
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
         return self.config.size(axis)
 
     def axis(self, axis: str) -> DeviceMesh:
-        """Return the processes that stand along one axis with this one."""
+        """Return the submesh of one axis that contains this process."""
         return self.device_mesh[axis]
 
     @property
@@ -71,13 +71,13 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return this process's number among those that see different samples."""
+        """Return this process's rank among those that see different samples."""
         view = self._views["dp"]
         return 0 if view is None else view.get_local_rank()
 
     @property
     def data_group(self) -> Any:
-        """The processes that see different samples: None where these are all."""
+        """The group of processes that see different samples: None where it is the world."""
         return self._group("dp")
 
     @property
@@ -87,7 +87,7 @@ class Mesh:
 
     @property
     def token_group(self) -> Any:
-        """The processes that see different tokens, over which gradients are averaged: None where these are all."""
+        """The group of processes with different tokens, which averages gradients: None where it is the world."""
         return self._group("dp_cp")
 
     def _group(self, view: str) -> Any:

@@ -1,4 +1,4 @@
-"""The one owner of process state: who this process is, its device and its process group."""
+"""The single owner of process state: rank, device and process group."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from ..devices import device as devices
 from ..devices.affinity import set_numa_affinity
 from ..phases import WAITING, during
 from ..process import ProcessInfo
-from .forks import keep_inheritances
+from .forks import freeze_inherited_objects
 
 logger = logging.getLogger(__name__)
 
-_UNDER_WAY = 1 << 40
-_QUESTIONS_PER_SECOND = 2_000
-"""That all processes together ask of the store while they wait there."""
+_RUNNING = 1 << 40
+_REQUESTS_PER_SECOND = 2_000
+"""Requests to the store from all waiting processes together."""
 
 # [Note: who frees a process group]
-# Models hold the group too, from C++, and may outlive it in a script. Whoever lets go last frees it, and that waits
-# for the group's own thread: harmless from Python, which releases its lock for that time; a deadlock from C++, which
-# does not, if the thread wants that lock just then. So at the end of a training Python keeps the group it has closed.
-# Forked children, which do not have that thread, never do: see [Note: garbage of the parent].
+# Models hold the process group too, from C++, and may outlive it in a script. The last reference frees it, and the
+# destructor waits for the group's own thread. From Python that is harmless, because the GIL is released meanwhile; from
+# C++ it is a deadlock if the thread needs the GIL at that moment. So Python keeps a destroyed group after training.
+# Forked children do not have that thread and never free it: see [Note: garbage of the parent].
 
 
 class Runtime:
-    """A process that knows its rank, its device and how to meet the others.
+    """The rank, the device and the process group of this process.
 
-    There is one at a time. `PartialState` and `AcceleratorState` are views of it; code inside the library asks
+    There is one at a time. `PartialState` and `AcceleratorState` are views of it; code inside the library uses
     `Runtime.current()`.
     """
 
     _current: ClassVar[Runtime | None] = None
-    # The group that a runtime of this process opened, and how: whoever finds it open later owns it.
+    # The group that a runtime of this process created, and its options: a later runtime that finds it owns it.
     _opened: ClassVar[tuple[weakref.ref[Any], InitProcessGroupKwargs] | None] = None
     _closed: ClassVar[list[Any]] = []  # see [Note: who frees a process group]
 
@@ -59,14 +59,14 @@ class Runtime:
         self.fork_launched = bool(read_setting("fork_launched"))
         self.owns_group = False
         self.backend: str | None = None
-        self.farewells: list[Callable[[], None]] = []  # called before the group is closed
+        self.shutdown_hooks: list[Callable[[], None]] = []  # called before the group is destroyed
         self._pid = os.getpid()
-        self._meeting_place: Any = None  # the store of the group that was left, where the next one meets
-        self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, made once
-        self.saves: Counter[str] = Counter()  # how often a checkpoint was saved at one point of the run
-        self.training: dict[str, Any] | None = None  # the newest Accelerator's record, behind AcceleratorState
+        self._rendezvous_store: Any = None  # the store of the previous group, reused by the next one
+        self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, created once
+        self.saves: Counter[str] = Counter()  # number of checkpoints saved at one point of the run
+        self.training: dict[str, Any] | None = None  # the newest Accelerator's settings, behind AcceleratorState
         self.process = _process_info()
-        self.num_savers = self.process.world_size - 1  # the other ranks that came to the last checkpoint
+        self.num_savers = self.process.world_size - 1  # the other ranks that took part in the last checkpoint
         if read_setting("cpu_affinity"):
             set_numa_affinity(self.process.local_rank, self.debug, local_processes=self.process.local_world_size)
         self.init_handler = init_handler or InitProcessGroupKwargs()
@@ -86,8 +86,8 @@ class Runtime:
             self.distributed_type = devices.distributed_type_of(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: libraries pickle settings that hold a state, and with it this."""
-        return self.__dict__ | {"farewells": [], "_meeting_place": None, "meshes": {}}
+        """Exclude what belongs to this process: libraries pickle settings that refer to a state, and so to this."""
+        return self.__dict__ | {"shutdown_hooks": [], "_rendezvous_store": None, "meshes": {}}
 
     @classmethod
     def current(cls) -> Runtime:
@@ -101,7 +101,7 @@ class Runtime:
 
     @classmethod
     def start(cls, *, cpu: bool = False, init_handler: InitProcessGroupKwargs | None = None) -> Runtime:
-        """Start the runtime, or return the running one if it fits what is asked for now."""
+        """Start the runtime, or return the running one if it matches the request."""
         running = cls._current
         if running is None:
             cls._current = running = cls(cpu=cpu, init_handler=init_handler)
@@ -111,45 +111,45 @@ class Runtime:
                 "has one device. Pass cpu=True to the first Accelerator or PartialState, or call "
                 "PartialState._reset_state() before this one."
             )
-        elif running._meeting_place is not None and not dist.is_initialized():
+        elif running._rendezvous_store is not None and not dist.is_initialized():
             running._join_group(init_handler or running.init_handler)
         elif init_handler is not None and init_handler != running.init_handler:
             running._warn_of_open_group(init_handler)
         return running
 
     @classmethod
-    def forget(cls) -> None:
-        """Forget the runtime. A process group that it opened stays open, and is the next runtime's.
+    def detach(cls) -> None:
+        """Drop the runtime. A process group that it created stays open, and the next runtime adopts it.
 
-        Libraries do this between two trainings, each rank in its own time: closing the group here would cut off the
-        ranks that still use it, and a second one at the same address would find what the first one left there.
+        Libraries do this between two trainings, without synchronizing the ranks. Destroying the group here would
+        disconnect ranks that still use it, and a second group at the same address would find the keys of the first.
         """
         running, cls._current = cls._current, None
         if running is not None:
-            running._forget_meshes()
+            running._clear_meshes()
 
     @classmethod
     def reset(cls) -> None:
-        """Forget the runtime; a process group it created is closed."""
+        """Drop the runtime, and destroy a process group that it created."""
         running, cls._current = cls._current, None
         if running is not None:
             running.leave_group()
 
     def _join_group(self, handler: InitProcessGroupKwargs) -> None:
-        keep_inheritances()
+        freeze_inherited_objects()
         if not dist.is_initialized():
             options: dict[str, Any] = {}
             if read_setting("debug_rank") is not None:
-                options["timeout"] = _let_debuggers_take_their_time()
+                options["timeout"] = _disable_timeouts()
             elif handler.timeout is not None:
                 options["timeout"] = handler.timeout
             if handler.init_method is not None:
                 options["init_method"] = handler.init_method
-            elif (meeting_place := self.process.meeting_place()) is not None:
-                options["init_method"] = meeting_place
-            if self._meeting_place is not None:  # what the group before left in the store is not for this one
+            elif (address := self.process.rendezvous_address()) is not None:
+                options["init_method"] = address
+            if self._rendezvous_store is not None:  # keys of the previous group are not for this one
                 options.pop("init_method", None)
-                options["store"] = self._meeting_place = dist.PrefixStore("next", self._meeting_place)  # type: ignore[attr-defined]
+                options["store"] = self._rendezvous_store = dist.PrefixStore("next", self._rendezvous_store)  # type: ignore[attr-defined]
             if options.keys() & {"init_method", "store"}:
                 options |= {"rank": self.process_index, "world_size": self.num_processes}
             bound = devices.group_device(self.device)
@@ -176,95 +176,97 @@ class Runtime:
                 f"{ignored}. Pass them to the first Accelerator or PartialState, which opens it.",
             )
 
-    def leave_group(self, *, together: bool = False) -> None:
-        """Close the process group, if this runtime opened it.
+    def leave_group(self, *, all_ranks: bool = False) -> None:
+        """Destroy the process group, if this runtime created it.
 
-        Others notice by closed connections, unless all leave `together`. See [Note: who frees a process group].
+        With `all_ranks` every rank does so at this point; else the others see closed connections. See [Note: who frees
+        a process group].
         """
-        while self.farewells:
-            self.farewells.pop()()
+        while self.shutdown_hooks:
+            self.shutdown_hooks.pop()()
         if self.owns_group and dist.is_initialized():
-            self._meeting_place = self._meeting_place or dist.distributed_c10d._get_default_store()
-            Runtime._closed = list(dist.distributed_c10d._world.pg_map) if together else []
+            self._rendezvous_store = self._rendezvous_store or dist.distributed_c10d._get_default_store()
+            Runtime._closed = list(dist.distributed_c10d._world.pg_map) if all_ranks else []
             dist.destroy_process_group()
         self.owns_group = False
-        self._forget_meshes()
+        self._clear_meshes()
         atexit.unregister(self._leave_at_exit)
 
     def _leave_at_exit(self) -> None:
-        """Close the group of a script that ends without `end_training`.
+        """Destroy the group of a script that ends without `end_training`.
 
-        After a failure it stays: closing may wait for others, and they are about to be told.
+        After a failure it stays open: destroying it may wait for other ranks, which are about to be informed.
         """
-        if self.is_of_this_process() and getattr(sys, "last_value", None) is None:
-            self.leave_group(together=True)
+        if self.belongs_to_this_process() and getattr(sys, "last_value", None) is None:
+            self.leave_group(all_ranks=True)
 
-    def is_of_this_process(self) -> bool:
-        """Tell whether this process made it, and none it was forked from, whose exit functions it has."""
+    def belongs_to_this_process(self) -> bool:
+        """Return whether this process created it, and not its parent, whose exit hooks a forked child inherits."""
         return os.getpid() == self._pid
 
-    def _forget_meshes(self) -> None:
+    def _clear_meshes(self) -> None:
         if self.meshes:
             forget_meshes()
             self.meshes.clear()
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Tell whether this is the first process of its host."""
+        """Return whether this is the first process of its host."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Tell whether this is the highest rank."""
+        """Return whether this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this point."""
         if self.num_processes > 1:
             with during(WAITING):
                 dist.barrier()
 
     def store(self, name: str) -> Any:
-        """Return the process group's store, where processes leave notes for each other; names keep notes apart."""
+        """Return the store of the process group, with a prefix of its own."""
         return dist.PrefixStore(f"accelerate/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     @contextmanager
     def main_process_first(self, goes_first: bool) -> Iterator[None]:
         """Let the processes with `goes_first` run the block before the others.
 
-        The others wait at the store and in no collective: no backend's timeout ends an hour of work. If the block
-        raises on a process that goes first, the others are told and released, so that its error and not a hang is
-        what people see.
+        The others poll the store instead of a collective, so that no backend timeout ends an hour of work. If the block
+        raises on a process that goes first, the others are notified and released, so that users see its error and not a
+        hang.
         """
         if self.num_processes == 1:
             yield
             return
-        # One number per turn: every process adds 1 when it comes, and one that goes first _UNDER_WAY until it is done.
-        # It equals the number of processes when all have come and nobody is under way.
-        store = self.store("turns")
-        turn = f"turn/{store.add(f'of/{self.process_index}', 1)}"
-        store.add(turn, 1 + _UNDER_WAY * goes_first)
+        # One counter per call: every process adds 1 on arrival, and one that goes first adds _RUNNING until it is done.
+        # It equals the number of processes when all have arrived and none is running the block.
+        store = self.store("main_process_first")
+        counter = f"arrivals/{store.add(f'calls/{self.process_index}', 1)}"
+        store.add(counter, 1 + _RUNNING * goes_first)
         if not goes_first:
-            self._await_turn(store, turn)
+            self.wait_for_first(store, counter)
         try:
             yield
         except BaseException as error:
             if goes_first:
-                store.set(f"{turn}/failure", f"Rank {self.process_index} failed with {type(error).__name__}: {error}")
+                failure = f"Rank {self.process_index} failed with {type(error).__name__}: {error}"
+                store.set(f"{counter}/failure", failure)
             raise
         finally:
             if goes_first:
-                store.add(turn, -_UNDER_WAY)
+                store.add(counter, -_RUNNING)
 
-    def await_note(self, store: Any, key: str) -> str:
-        """Wait at the store until somebody leaves a note under this key, and return it.
+    def wait_for_key(self, store: Any, key: str) -> str:
+        """Wait until another process sets a key of the store, and return its value.
 
-        It asks again and again instead of waiting inside the store, where another thread could not use the connection.
+        It polls instead of waiting inside the store, where another thread could not use the connection.
         """
         pauses = self._pauses()
         while not store.check([key]):
@@ -272,18 +274,19 @@ class Runtime:
         return str(store.get(key).decode())
 
     def _pauses(self) -> Iterator[float]:
-        """Yield the seconds between two questions, longer and longer."""
+        """Yield growing pauses in seconds between two polls."""
         pause = 0.005
         while True:
             yield pause
-            pause = min(2 * pause, max(0.5, self.num_processes / _QUESTIONS_PER_SECOND))
+            pause = min(2 * pause, max(0.5, self.num_processes / _REQUESTS_PER_SECOND))
 
-    def _await_turn(self, store: Any, turn: str) -> None:
+    def wait_for_first(self, store: Any, counter: str) -> None:
+        """Wait until the processes that go first have run their block."""
         pauses = self._pauses()
         try:
-            while store.add(turn, 0) != self.num_processes:
+            while store.add(counter, 0) != self.num_processes:
                 time.sleep(next(pauses))
-            failure = store.get(f"{turn}/failure").decode() if store.check([f"{turn}/failure"]) else ""
+            failure = store.get(f"{counter}/failure").decode() if store.check([f"{counter}/failure"]) else ""
         except dist.DistError as error:
             raise StuckError(
                 f"Rank {self.process_index} waited for its turn at the store, and the process that keeps the store is "
@@ -293,8 +296,8 @@ class Runtime:
             logger.warning("%s in the block that it ran first. Rank %d continues.", failure, self.process_index)
 
 
-def _let_debuggers_take_their_time() -> timedelta:
-    """Return a timeout that nobody will meet, and make it the default of groups that are opened later."""
+def _disable_timeouts() -> timedelta:
+    """Return a timeout that is never reached, and make it the default of later groups: for debuggers."""
     timeout = timedelta(days=30)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, name, timeout)
@@ -302,13 +305,13 @@ def _let_debuggers_take_their_time() -> timedelta:
 
 
 def rank_of_this_process() -> int:
-    """Return the rank, also before a runtime was started: then the launcher's variables tell."""
+    """Return the rank; before a runtime was started, from the launcher's variables."""
     runtime = Runtime.existing()
     return _process_info().rank if runtime is None else runtime.process_index
 
 
 def _process_info() -> ProcessInfo:
-    """Read the launcher's variables; a process group that the user has opened is trusted where it differs."""
+    """Read the launcher's variables; a process group that the user has created takes precedence."""
     info = ProcessInfo.from_environment()
     if not dist.is_available() or not dist.is_initialized():
         return info
@@ -320,5 +323,5 @@ def _process_info() -> ProcessInfo:
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has reached this point."""
     Runtime.current().barrier()

@@ -27,7 +27,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 @cache
 def _drawn_by_rich() -> Any:
-    """Return tqdm's class for rich, taught to use stderr and to show the postfix; None where it cannot be used."""
+    """Return tqdm's class for rich, set up to use stderr and to show the postfix; None where it cannot be used."""
     try:
         from rich.console import Console
         from tqdm import TqdmExperimentalWarning
@@ -36,7 +36,7 @@ def _drawn_by_rich() -> Any:
         return None
     if compare_versions("rich", "<", "14.1"):
         return None  # two bars at once are an error there, and nested loops have two
-    console = Console(stderr=True)  # one for all bars: it keeps nested ones apart
+    console = Console(stderr=True)  # one for all bars, so that nested ones do not overwrite each other
 
     class RichBar(tqdm_rich):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where in an accumulation window, and in which data loader, the training loop is."""
+"""The position of the training loop in its accumulation window and data loader."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ...config.plugins.handlers import GradientAccumulationPlugin
 
 
 class ActiveLoader(Protocol):
-    """What the gradient state asks of a data loader that is being iterated."""
+    """The attributes that the gradient state reads of a data loader that is being iterated."""
 
     end_of_dataloader: bool
     remainder: int
 
 
 def _no_loader() -> None:
-    """Answer for the active loader where there is none."""
+    """Return None, in place of a weak reference to a loader."""
 
 
 class GradientState:
     """The accumulation state of one Accelerator.
 
-    `GradientState()` gives the state of the newest Accelerator, so that code far from it can ask
-    `GradientState().sync_gradients`; a plugin given as argument opens a new state.
+    `GradientState()` returns the state of the newest Accelerator, so that code far from it can read
+    `GradientState().sync_gradients`; with a plugin as argument it creates a new state.
     """
 
     _current: ClassVar[GradientState | None] = None
@@ -44,16 +44,16 @@ class GradientState:
         cls._current = state
         return state
 
-    _loaders: list[Callable[[], Any]]  # weak references, outermost first; one that dies takes itself out
+    _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the current state; the next `GradientState()` is a fresh one."""
+        """Drop the current state; the next `GradientState()` creates a new one."""
         cls._current = None
 
     @property
     def initialized(self) -> bool:
-        """Tell whether this is a live state."""
+        """Return whether this is a live state."""
         return self._current is not None
 
     @property
@@ -69,17 +69,17 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Tell whether the end of a data loader closes the accumulation window."""
+        """Return whether the end of a data loader closes the accumulation window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
-        """Tell whether gradients are reduced on every micro-batch (less memory, more traffic)."""
+        """Return whether gradients are reduced on every micro-batch (less memory, more traffic)."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
     def active_dataloader(self) -> Any:
-        """Return the loader that handed out a batch last and is still being iterated, or None."""
+        """Return the loader that yielded a batch last and is still being iterated, or None."""
         return self._loaders[-1]()
 
     @property
@@ -89,12 +89,12 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Tell whether a prepared loader is being iterated."""
+        """Return whether a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Tell whether the active loader has handed out its last batch."""
+        """Return whether the active loader has yielded its last batch."""
         loader = self._loaders[-1]()
         return loader is not None and bool(loader.end_of_dataloader)
 
@@ -106,7 +106,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Tell whether XLA reduced the gradients; there is no XLA engine here."""
+        """Return whether XLA reduced the gradients; there is no XLA engine here."""
         return False
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -115,8 +115,8 @@ class GradientState:
     def _add_dataloader(self, loader: ActiveLoader) -> None:
         self._loaders.append(weakref.ref(loader, self._loaders.remove))
 
-    def _bring_forward(self, loader: ActiveLoader) -> None:
-        """Make the loader that hands out a batch now the active one; with one loader there is nothing to do."""
+    def _activate_dataloader(self, loader: ActiveLoader) -> None:
+        """Make the loader that yields a batch the active one; with one loader there is nothing to do."""
         if len(self._loaders) > 2 and self._loaders[-1]() is not loader:
             self._remove_dataloader(loader)
             self._add_dataloader(loader)

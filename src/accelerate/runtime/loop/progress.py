@@ -1,4 +1,4 @@
-"""Progress on what takes long, without a dependency: a line on stderr after two seconds, from one process per host."""
+"""Progress of slow operations, without a dependency: a line on stderr after two seconds, on one process per host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 30
 
 
 class _Line:
-    """A line that is written over in a terminal, and repeated now and then in a log file."""
+    """A status line that is overwritten in a terminal, and repeated periodically in a log file."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -45,7 +45,7 @@ class _Line:
         self._length = len(text)
 
     def end(self, text: str) -> None:
-        """Leave the last state, if anything was shown at all."""
+        """Show the last state, if anything was shown at all."""
         if self._shown_at is not None:
             self.show(text)
             if self.in_place:
@@ -58,7 +58,7 @@ def _is_silent() -> bool:
 
 
 def progress(items: Sequence[T], description: str, unit: str = "steps") -> Iterator[T]:
-    """Yield the items; once it takes longer than two seconds, show how far it is."""
+    """Yield the items; after two seconds, show the progress."""
     if not items or _is_silent():
         yield from items
         return
@@ -79,27 +79,27 @@ def _bar(description: str, done: int, total: int, seconds: float, unit: str) -> 
 
 @contextmanager
 def while_slow(describe: Callable[[], str]) -> Iterator[None]:
-    """Run the block; once it takes longer than two seconds, show what `describe` says of it, and for how long."""
+    """Run the block; after two seconds, show its description and the elapsed time."""
     if _is_silent():
         yield
         return
     ended = threading.Event()
-    line, said = _Line(), ""
+    line, text = _Line(), ""
 
-    def tell() -> None:
-        nonlocal said
+    def update() -> None:
+        nonlocal text
         pause = _QUIET_SECONDS
         while not ended.wait(pause):
             pause = _BETWEEN_SECONDS
             if line.is_due():
-                said = describe()
-                line.show(f"{said}, {line.seconds:.0f} s")
+                text = describe()
+                line.show(f"{text}, {line.seconds:.0f} s")
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=update, name="progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
-        line.end(f"{said}, {line.seconds:.0f} s: done")
+        thread.join()
+        line.end(f"{text}, {line.seconds:.0f} s: done")

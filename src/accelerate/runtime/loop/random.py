@@ -1,4 +1,4 @@
-"""Seeds and generator state, the same on every process where they must be."""
+"""Seed random generators, and synchronize them across processes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def synchronize_rng_states(rng_types: Sequence[RNGType | str], generator: torch.
         synchronize_rng_state(rng_type, generator=generator)
 
 
-def own_seed() -> int:
+def draw_seed() -> int:
     """Draw a seed from torch's generator as a `RandomSampler` does."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def shared_seed() -> int:
     """Draw a seed on every process and return rank 0's."""
-    seed = own_seed()
+    seed = draw_seed()
     runtime = Runtime.current()
     if runtime.num_processes > 1:
         seed = int(_from_rank_zero(torch.tensor(seed), runtime).item())
@@ -83,6 +83,6 @@ def initial_seed_of_rank_zero() -> int:
 
 
 def _from_rank_zero(state: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """Broadcast a small CPU tensor by way of the device, which every process group can reach."""
+    """Broadcast a small CPU tensor via the device, which every process group supports."""
     received: torch.Tensor = broadcast(state.to(runtime.device))
     return received.cpu()

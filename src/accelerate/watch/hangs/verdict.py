@@ -1,4 +1,4 @@
-"""Who keeps the others waiting, and which rule was broken: judged from the reports of all ranks."""
+"""Find the culprit of a hang, and the rule that was broken, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -7,185 +7,247 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from ..place import BACKWARD
-from ..reports import Report, listed
+from ..place import BACKWARD, Place
+from ..reports import Report, format_ranks
 
 logger = logging.getLogger(__name__)
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 
 
-# Operations that one rank may have left while others are still in them, or that are called by different names.
+# Operations that one rank may have finished while others are still in them, or that have different names per rank.
 _ONE_SIDED = ("broadcast", "reduce", "scatter", "gather", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 _PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _SAME_SHAPES = ("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "broadcast")
-_SURE = 0.5
-"""A part of the threshold: ranks in different calls for less time than that may be about to go on."""
+_CONFIRMED_AFTER = 0.5
+"""Fraction of the threshold: ranks that are in different calls for less time may still proceed."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What everybody is told."""
+    """The diagnosis that all ranks receive."""
 
     fatal: bool
-    """Whether waiting on is useless."""
+    """Whether waiting longer is useless."""
     culprits: list[int]
     text: str
-    leaves_first: int = -1
-    """The rank that ends its process if its wait cannot be ended otherwise."""
-    again_in: float = 0.0
-    """Seconds after which a suspicion that was too young is looked at again; nothing is said until then."""
+    exits_first: int = -1
+    """The rank that ends its process if its wait cannot be interrupted."""
+    recheck_in: float = 0.0
+    """Seconds after which an unconfirmed suspicion is checked again; nothing is reported before that."""
 
-    def log_a_notice(self) -> None:
-        """Say it if the run waits on; what is fatal is raised instead."""
+    def log_notice(self) -> None:
+        """Log the text of a verdict that is not fatal; a fatal one is raised instead."""
         if not self.fatal and self.text:
             logger.warning("%s", self.text)
 
     def to_json(self) -> str:
-        """Write it down for the store."""
+        """Serialize for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Verdict:
-        """Read what the judge wrote."""
+        """Read what the coordinator published."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Absence:
-    """A rank without a report."""
+    """The state of a rank that sent no report."""
 
-    how: str
-    """As a sentence goes on after "rank 3": "is dead (process 17)"."""
-    for_good: bool
+    state: str
+    """A predicate to follow "rank 3": "is dead (process 17)"."""
+    is_final: bool
 
 
-_Finding = tuple[list[Report], list[int], str]
-"""Whose calls disagree, who is to blame, and the rule that was broken."""
+@dataclass(frozen=True)
+class _Hang:
+    """All reports of one hang, grouped by what the ranks do."""
+
+    waiting: list[Report]
+    running: list[Report]
+    absent: Mapping[int, Absence]
+    threshold: float
+    more_may_arrive: bool
+    """Whether a rank that is not waiting yet may still join."""
+
+    @property
+    def in_debugger(self) -> bool:
+        return any(report.in_debugger for report in self.running)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The culprits of a hang, and the rule that they broke."""
+
+    culprits: list[int]
+    rule: str
+    mismatched: tuple[Report, ...] = ()
+    """Reports of calls that disagree. They may be a snapshot of ranks that are about to proceed."""
+
+    def seconds_until_confirmed(self, threshold: float) -> float:
+        """Return how long the disagreement must still last; 0 if it is certain."""
+        if not self.mismatched or any(report.lost_peer for report in self.mismatched):
+            return 0.0
+        age = min(report.stalled_seconds for report in self.mismatched)
+        return max(0.0, _CONFIRMED_AFTER * threshold - age)
 
 
 def judge(
-    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, *, all_are_known: bool = True
+    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, *, all_known: bool = True
 ) -> Verdict:
-    """Find the cause; a verdict that is not fatal is a notice, and the run waits on."""
-    waiting = [report for report in reports.values() if report.waits]
-    elsewhere = [report for report in reports.values() if not report.waits]
-    if not waiting:  # whoever raised the alarm has gone on
+    """Find the cause of a hang. A verdict that is not fatal is a notice: the run keeps waiting.
+
+    `all_known` is False if some ranks are in neither `reports` nor `absent`.
+    """
+    hang = _group_reports(reports, absent, threshold, all_known)
+    if not hang.waiting:  # the rank that raised the alarm has proceeded
         return Verdict(False, [], "")
-    debugged = any(report.is_debugged for report in elsewhere)
-    somebody_may_come = not all_are_known or bool(elsewhere) or not all(each.for_good for each in absent.values())
-    finding = None if debugged else _mismatch(waiting, somebody_may_come)
-    if finding is not None:
-        concerned, culprits, rule = finding
-        age = min(report.still for report in concerned if not report.lost or report.still > 0)
-        if not any(report.lost for report in concerned) and age < _SURE * threshold:
-            return Verdict(False, culprits, "", again_in=_SURE * threshold - age)
-    else:
-        gone = _somebody_is_gone(waiting, absent, somebody_may_come) or (
-            None if debugged else _deadlock(waiting, elsewhere, threshold)
-        )
-        if gone is None:
-            missing = sorted([*absent, *(report.rank for report in elsewhere)])
-            return Verdict(False, missing, _told(reports, absent, _notice(waiting, elsewhere, absent)))
-        culprits, rule = gone
-    return Verdict(True, culprits, _told(reports, absent, rule), max((r.rank for r in waiting), default=-1))
+    finding = _find_cause(hang)
+    if finding is None:
+        missing = sorted([*absent, *(report.rank for report in hang.running)])
+        return Verdict(False, missing, _format_text(reports, absent, _notice(hang)))
+    recheck_in = finding.seconds_until_confirmed(threshold)
+    if recheck_in > 0:
+        return Verdict(False, finding.culprits, "", recheck_in=recheck_in)
+    exits_first = max(report.rank for report in hang.waiting)
+    return Verdict(True, finding.culprits, _format_text(reports, absent, finding.rule), exits_first)
 
 
-def _mismatch(waiting: list[Report], somebody_may_come: bool) -> _Finding | None:
+def _group_reports(
+    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, all_known: bool
+) -> _Hang:
+    waiting = [report for report in reports.values() if report.is_waiting]
+    running = [report for report in reports.values() if not report.is_waiting]
+    all_accounted_for = all_known and not running and all(absence.is_final for absence in absent.values())
+    return _Hang(waiting, running, absent, threshold, more_may_arrive=not all_accounted_for)
+
+
+def _find_cause(hang: _Hang) -> _Finding | None:
+    """Apply the rules in order; a rank that is stopped in a debugger excuses all others but missing ones."""
+    if hang.in_debugger:
+        return _missing_ranks(hang)
+    return _mismatch(hang) or _missing_ranks(hang) or _deadlock(hang)
+
+
+def _mismatch(hang: _Hang) -> _Finding | None:
     """Find ranks that wait for each other in different calls, or in one call with different shapes."""
-    by_members: dict[tuple[int, ...], list[Report]] = {}
-    for report in waiting:
-        if report.place.at_the_store and somebody_may_come:
-            continue  # it may wait for that one only: those who have had their turn wait elsewhere by now
-        if not report.in_a_pass or not report.in_parts:  # else nobody knows whom the pass waits for
-            by_members.setdefault(tuple(report.place.members or ()), []).append(report)
-    everybody = by_members.pop((), [])
-    for members, part in by_members.items():
-        # Ranks of a part that wait for all ranks are needed by the part, and need it.
-        finding = _different_calls([*part, *(report for report in everybody if report.rank in members)])
+    by_group: dict[tuple[int, ...], list[Report]] = {}
+    for report in hang.waiting:
+        if report.place.at_store and hang.more_may_arrive:
+            continue  # it may wait for that rank only; ranks that were released earlier wait elsewhere by now
+        if not report.in_pass or not report.has_subgroups:  # else it is unknown which ranks the pass waits for
+            by_group.setdefault(tuple(report.place.group_ranks or ()), []).append(report)
+    world = by_group.pop((), [])
+    for ranks, members in by_group.items():
+        # Members of a subgroup that wait for the world block the subgroup, and the subgroup blocks them.
+        finding = _different_calls([*members, *(report for report in world if report.rank in ranks)])
         if finding is not None:
             return finding
-    for together in (everybody, *by_members.values()):
-        finding = _different_calls(together) or _different_shapes(together)
+    for members in (world, *by_group.values()):
+        finding = _different_calls(members) or _different_shapes(members)
         if finding is not None:
             return finding
     return None
 
 
-def _different_calls(together: list[Report]) -> _Finding | None:
-    by_call: dict[tuple[object, ...], list[Report]] = {}
-    for report in together:
-        if _operation(report) not in _PAIRWISE:
-            by_call.setdefault((_operation(report), *(report.place.members or ())), []).append(report)
+def _different_calls(reports: list[Report]) -> _Finding | None:
+    by_call = _group_by_call(reports)
     if len(by_call) < 2:
         return None
-    if any(_operation(group[0]) in _ONE_SIDED for group in by_call.values()) and len({r.begun for r in together}) > 1:
-        return None  # the root of a broadcast goes on while the others still receive
-    # The fewest are wrong; of equally many, those whose call depends on the rank, then those that are behind.
-    odd = min(by_call.values(), key=lambda group: (len(group), not group[0].place.guard, group[0].begun))
-    others = next(group for group in by_call.values() if group is not odd)
-    culprits = [report.rank for report in odd]
-    place, there = odd[0].place, others[0].place
+    collectives_started = {report.collectives_started for report in reports}
+    if len(collectives_started) > 1 and any(_operation(calls[0]) in _ONE_SIDED for calls in by_call):
+        return None  # the root of a broadcast proceeds while the others still receive
+    # The minority is wrong; on a tie, the call inside a condition on the rank, then the one that is behind.
+    odd = min(by_call, key=lambda calls: (len(calls), not calls[0].place.guard, calls[0].collectives_started))
+    others = next(calls for calls in by_call if calls is not odd)
+    return _Finding([report.rank for report in odd], _rule_of_different_calls(odd, others), (*odd, *others))
+
+
+def _group_by_call(reports: list[Report]) -> list[list[Report]]:
+    """Group reports by operation and process group; point-to-point operations match under different names."""
+    by_call: dict[tuple[object, ...], list[Report]] = {}
+    for report in reports:
+        if _operation(report) not in _PAIRWISE:
+            by_call.setdefault((_operation(report), *(report.place.group_ranks or ())), []).append(report)
+    return list(by_call.values())
+
+
+def _rule_of_different_calls(odd: list[Report], others: list[Report]) -> str:
+    here, there = odd[0].place, others[0].place
     rule = (
-        f"{place.call or place.phase} was called on {listed(culprits).lower()} only ({place.where()}), while "
-        f"{listed(r.rank for r in others).lower()} wait{_s(others)} in {there.call or there.phase} ({there.where()})"
+        f"{_call_or_phase(here)} was called on {_ranks_of(odd).lower()} only ({here.location()}), while "
+        f"{_ranks_of(others).lower()} wait{_s(others)} in {_call_or_phase(there)} ({there.location()})"
     )
-    if place.guard:
-        rule += f": {place.where()} is inside {place.guard}. Move the call out of the condition"
+    if here.guard:
+        rule += f": {here.location()} is inside {here.guard}. Move the call out of the condition"
     else:
         rule += ". Look for a condition that differs between ranks, a loop that ends earlier on one (a `break`, a "
         rule += "shorter loader: see join_uneven_inputs()), or an exception that was caught there"
         if there.phase == BACKWARD:
             rule += "; or parameters that took no part in the loss there (find_unused_parameters=True)"
-    return [*odd, *others], culprits, f"{rule}. {_SAME_CALLS}"
+    return f"{rule}. {_SAME_CALLS}"
 
 
-def _different_shapes(together: list[Report]) -> _Finding | None:
+def _different_shapes(reports: list[Report]) -> _Finding | None:
     by_shape: dict[str, list[Report]] = {}
-    for report in together:
+    for report in reports:
         if _operation(report) in _SAME_SHAPES:
             by_shape.setdefault(report.place.operation, []).append(report)
-    if len(by_shape) < 2 or len({_operation(report) for report in together}) > 1:
+    if len(by_shape) < 2 or len({_operation(report) for report in reports}) > 1:
         return None
     odd = min(by_shape.values(), key=len)
-    brought = "; ".join(f"{listed(r.rank for r in group).lower()}: {shape}" for shape, group in by_shape.items())
+    place = odd[0].place
+    shapes = "; ".join(f"{_ranks_of(group).lower()}: {shape}" for shape, group in by_shape.items())
     rule = (
-        f"The ranks bring different shapes to {odd[0].place.call or 'one call'} ({odd[0].place.where()}): {brought}. "
+        f"The ranks bring different shapes to {place.call or 'one call'} ({place.location()}): {shapes}. "
         "Make them equal with accelerator.pad_across_processes(), or use gather_object() for ragged data."
     )
-    return [report for group in by_shape.values() for report in group], [report.rank for report in odd], rule
+    mismatched = tuple(report for group in by_shape.values() for report in group)
+    return _Finding([report.rank for report in odd], rule, mismatched)
 
 
-def _somebody_is_gone(
-    waiting: list[Report], absent: Mapping[int, Absence], somebody_may_come: bool
-) -> tuple[list[int], str] | None:
-    if somebody_may_come:  # and it may be all that some of them wait for
-        waiting = [report for report in waiting if report.lost or not _needs_some_only(report)]
-    needed = [rank for rank in sorted(absent) if any(rank in (r.place.members or (rank,)) for r in waiting)]
-    gone = [rank for rank in needed if absent[rank].for_good]
-    if not gone and any(report.lost for report in waiting):
-        gone = needed  # out of sight, and the connection to somebody is closed
-    if not gone:
+def _missing_ranks(hang: _Hang) -> _Finding | None:
+    """Find ranks that will not arrive, and that others wait for."""
+    waiting = hang.waiting
+    if hang.more_may_arrive:  # a rank that arrives later may be all that some of them wait for
+        waiting = [report for report in waiting if report.lost_peer or not _has_unknown_peers(report)]
+    missing = _final_absences(waiting, hang.absent)
+    if not missing:
         return None
-    how = min((absent[rank].how for rank in gone), key=lambda how: not how.startswith("has failed"))
-    waited_for = [rank for rank in gone if absent[rank].how == how]
+    states = [hang.absent[rank].state for rank in missing]
+    state = next((state for state in states if state.startswith("has failed")), states[0])
+    culprits = [rank for rank in missing if hang.absent[rank].state == state]
     rule = (
-        f"{listed(waited_for)} {how}, and {listed(r.rank for r in waiting).lower()} wait{_s(waiting)} for "
-        f"{'it' if len(waited_for) == 1 else 'them'} in {_calls_of(waiting)}."
+        f"{format_ranks(culprits)} {state}, and {_ranks_of(waiting).lower()} wait{_s(waiting)} for "
+        f"{'it' if len(culprits) == 1 else 'them'} in {_format_calls(waiting)}."
     )
-    if not absent[waited_for[0]].for_good:
+    if not hang.absent[culprits[0]].is_final:
         rule += " A connection has been closed, and no other rank is missing."
-    if how.startswith("has left"):
-        rule += f" {_advice_for_those_left(waiting)} {_SAME_CALLS}"
-    return waited_for, rule
+    if state.startswith("has left"):
+        rule += f" {_advice_after_early_exit(waiting)} {_SAME_CALLS}"
+    return _Finding(culprits, rule)
 
 
-def _advice_for_those_left(waiting: list[Report]) -> str:
-    """Say what to change where some ranks wait for one whose script has ended."""
+def _final_absences(waiting: list[Report], absent: Mapping[int, Absence]) -> list[int]:
+    """Return the absent ranks that are waited for and will not come back."""
+    needed = [rank for rank in sorted(absent) if any(_waits_for(report, rank) for report in waiting)]
+    final = [rank for rank in needed if absent[rank].is_final]
+    if not final and any(report.lost_peer for report in waiting):
+        return needed  # their state is unknown, but a connection to one of them is closed
+    return final
+
+
+def _waits_for(report: Report, rank: int) -> bool:
+    return not report.place.group_ranks or rank in report.place.group_ranks
+
+
+def _advice_after_early_exit(waiting: list[Report]) -> str:
+    """Return what to change where some ranks wait for one whose script has ended."""
     guarded = next((report.place for report in waiting if report.place.guard), None)
     if guarded is not None:
-        return f"{guarded.where()} is inside {guarded.guard}. Move the call out of the condition."
-    if any(report.in_a_pass for report in waiting):
+        return f"{guarded.location()} is inside {guarded.guard}. Move the call out of the condition."
+    if any(report.in_pass for report in waiting):
         return (
             "The ranks take different numbers of steps. Hand the data loader to prepare(), which gives every rank as "
             "many batches; put the loop inside join_uneven_inputs(); or let all ranks leave it together: see "
@@ -197,74 +259,88 @@ def _advice_for_those_left(waiting: list[Report]) -> str:
     )
 
 
-def _needs_some_only(report: Report) -> bool:
-    """Tell whether a rank may wait for a part of the others, without anybody knowing for which."""
-    return _operation(report) in _ONE_SIDED or (report.in_a_pass and report.in_parts)
+def _has_unknown_peers(report: Report) -> bool:
+    """Return whether a rank may wait for a subset of the others that is unknown."""
+    return _operation(report) in _ONE_SIDED or (report.in_pass and report.has_subgroups)
 
 
-def _deadlock(waiting: list[Report], elsewhere: list[Report], threshold: float) -> tuple[list[int], str] | None:
-    locked = [report for report in elsewhere if report.at_a_lock and report.idle >= _SURE * threshold]
-    if not waiting or not locked:
+def _deadlock(hang: _Hang) -> _Finding | None:
+    """Find ranks that hang at a lock while the others wait for them."""
+    min_idle = _CONFIRMED_AFTER * hang.threshold
+    locked = [report for report in hang.running if report.at_lock and report.idle_seconds >= min_idle]
+    if not locked:
         return None
-    return [report.rank for report in locked], (
-        f"{listed(r.rank for r in locked)} wait{_s(locked)} at a lock ({locked[0].place.where()}) and nothing there "
-        f"computes, while {listed(r.rank for r in waiting).lower()} wait{_s(waiting)} in {_calls_of(waiting)}. A lock "
-        "must not be held, or waited for, across a call that all ranks make."
+    rule = (
+        f"{_ranks_of(locked)} wait{_s(locked)} at a lock ({locked[0].place.location()}) and nothing there "
+        f"computes, while {_ranks_of(hang.waiting).lower()} wait{_s(hang.waiting)} in {_format_calls(hang.waiting)}. "
+        "A lock must not be held, or waited for, across a call that all ranks make."
     )
+    return _Finding([report.rank for report in locked], rule)
 
 
-def _notice(waiting: list[Report], elsewhere: list[Report], absent: Mapping[int, Absence]) -> str:
-    for rank, absence in absent.items():
-        if not absence.for_good or not elsewhere:
-            return f"Rank {rank} {absence.how}. The others wait."
-    if not elsewhere:
+def _notice(hang: _Hang) -> str:
+    """Return why the run keeps waiting."""
+    for rank, absence in hang.absent.items():
+        if not absence.is_final or not hang.running:
+            return f"Rank {rank} {absence.state}. The others wait."
+    if not hang.running:
         return "All ranks are in the same call: the network is slow, or the backend is stuck. They wait on."
-    seen = next((report for report in elsewhere if report.is_debugged), elsewhere[0])
-    who = [seen] if seen.is_debugged else elsewhere
-    doing = "in a debugger" if seen.is_debugged else "busy"
+    first = next((report for report in hang.running if report.in_debugger), hang.running[0])
+    late = [first] if first.in_debugger else hang.running
+    activity = "in a debugger" if first.in_debugger else "busy"
     return (
-        f"{listed(r.rank for r in who)} {'is' if len(who) == 1 else 'are'} {doing} at {seen.place.where()} "
-        f"({seen.place.call or seen.place.phase}); {listed(r.rank for r in waiting).lower()} wait{_s(waiting)} in "
-        f"{_calls_of(waiting)}. The run continues when {'it arrives' if len(who) == 1 else 'they arrive'}."
+        f"{_ranks_of(late)} {'is' if len(late) == 1 else 'are'} {activity} at {first.place.location()} "
+        f"({_call_or_phase(first.place)}); {_ranks_of(hang.waiting).lower()} wait{_s(hang.waiting)} in "
+        f"{_format_calls(hang.waiting)}. The run continues when {'it arrives' if len(late) == 1 else 'they arrive'}."
     )
 
 
-def _told(reports: Mapping[int, Report], absent: Mapping[int, Absence], rule: str) -> str:
+def _format_text(reports: Mapping[int, Report], absent: Mapping[int, Absence], rule: str) -> str:
+    """Return the rule, and below it a table of what every rank does."""
     lines: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for rank, report in sorted(reports.items()):
-        shown = report.place.shown()
-        lines.setdefault(shown, []).append(rank)
-        seconds[shown] = max(seconds.get(shown, 0.0), report.still)
+        line = report.place.describe()
+        lines.setdefault(line, []).append(rank)
+        seconds[line] = max(seconds.get(line, 0.0), report.stalled_seconds)
     for rank, absence in sorted(absent.items()):
-        lines.setdefault(absence.how, []).append(rank)
-    labels = {shown: listed(ranks).lower() for shown, ranks in lines.items()}
+        lines.setdefault(absence.state, []).append(rank)
+    labels = {line: format_ranks(ranks).lower() for line, ranks in lines.items()}
     width = max(map(len, labels.values()), default=0)
     table = "\n".join(
-        f"  {labels[shown]:<{width}}  {shown}" + (f", for {seconds[shown]:.0f} s" if shown in seconds else "")
-        for shown in lines
+        f"  {labels[line]:<{width}}  {line}" + (f", for {seconds[line]:.0f} s" if line in seconds else "")
+        for line in lines
     )
-    return f"{rule}\n{table}{_recorded(reports)}"
+    return f"{rule}\n{table}{_format_flight_records(reports)}"
 
 
-def _recorded(reports: Mapping[int, Report]) -> str:
-    """Add what torch's flight recorder says, where it is on."""
+def _format_flight_records(reports: Mapping[int, Report]) -> str:
+    """Return what torch's flight recorder holds, where it is enabled."""
     by_text: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
-        if report.recorded:
-            by_text.setdefault(report.recorded, []).append(rank)
-    return "".join(f"\n  recorded on {listed(ranks).lower()}: {text}" for text, ranks in by_text.items())
+        if report.flight_record:
+            by_text.setdefault(report.flight_record, []).append(rank)
+    return "".join(f"\n  recorded on {format_ranks(ranks).lower()}: {text}" for text, ranks in by_text.items())
 
 
 def _operation(report: Report) -> str:
-    """Name what a rank waits in; both passes of a model count as one, because a bucket may start in either."""
-    return report.place.operation.partition("(")[0] or ("a pass" if report.in_a_pass else report.place.call)
+    """Name what a rank waits in; both passes of a model are one operation, because a bucket may start in either."""
+    return report.place.operation.partition("(")[0] or ("a pass" if report.in_pass else report.place.call)
 
 
-def _calls_of(reports: Iterable[Report]) -> str:
-    places = {f"{report.place.call or report.place.phase} ({report.place.where()})" for report in reports}
-    return " and ".join(sorted(places)) or "nothing"
+def _call_or_phase(place: Place) -> str:
+    return place.call or place.phase
+
+
+def _format_calls(reports: Iterable[Report]) -> str:
+    calls = {f"{_call_or_phase(report.place)} ({report.place.location()})" for report in reports}
+    return " and ".join(sorted(calls)) or "nothing"
+
+
+def _ranks_of(reports: Iterable[Report]) -> str:
+    return format_ranks(report.rank for report in reports)
 
 
 def _s(reports: list[Report]) -> str:
+    """Return the ending of a verb."""
     return "s" if len(reports) == 1 else ""

@@ -1,8 +1,8 @@
-"""A thread that notices when this process waits too long, asks the others through the store, and tells the verdict.
+"""A watchdog thread: it detects that this process waits too long, and reaches a verdict with the other ranks.
 
-In health it looks at the training thread once in a while and asks the store one question: is anybody stuck? In between
-it compares what the clocks of the training threads have counted (`exchange.py`). No collective is ever used, so a stuck
-one is no obstacle.
+In a healthy run it samples the training thread periodically and checks one key of the store: has any rank raised the
+alarm? In between it exchanges step times to find stragglers (`exchange.py`). It uses the store only and no collective,
+so a stuck collective does not affect it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ...runtime import phases
-from ..place import described, place_of_caller
+from ..place import describe_error, place_of_caller
 from ..reports import Observer, Report
 from ..stragglers.exchange import Exchange
-from .consensus import SECONDS_TO_COME_BACK, Meeting, absence_of
+from .consensus import RETURN_GRACE_SECONDS, Consensus, absence_of
 from .interrupting import Interrupter
 from .verdict import Absence, Verdict, judge
 
 logger = logging.getLogger(__name__)
 
-SECONDS_FOR_OTHERS = 2.5
-"""How long a judge waits for the others, and rank 0 at its end, at least."""
-SECONDS_BETWEEN_QUESTIONS = 2.0
-SECONDS_BETWEEN_SOON_QUESTIONS = 0.25
-SECONDS_TO_FINISH = 3.0
+MIN_PEER_TIMEOUT = 2.5
+"""Seconds for which a coordinator waits for the others, and rank 0 at its exit, at least."""
+POLL_SECONDS = 2.0
+FAST_POLL_SECONDS = 0.25
+JOIN_TIMEOUT = 3.0
 RANKS_PER_SECOND = 2_000
-"""Questions per second that all ranks together ask of the store: with more ranks each asks less often."""
+"""Polls of the store per second from all ranks together: with more ranks each polls less often."""
 _LOST_PEER = re.compile(r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|peer closed", re.IGNORECASE)
-_STORE_IS_GONE = (RuntimeError, OSError, ValueError)
+_STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 # [Note: the end of the store]
-# Rank 0's process often holds the store. When it leaves, it says so under the key that the others ask for anyway, and
-# waits a moment until they have heard it. From then on they ask nobody, and know why rank 0 does not come. If it is
-# killed, the question fails, and what the operating system knows of rank 0 takes the place of its answer.
+# Rank 0's process often hosts the store. When it exits, it announces that under the key that the others poll anyway,
+# and waits a moment until they have read it. From then on they poll no store, and know why rank 0 is missing. If it is
+# killed, the poll fails, and the state of its process, as the operating system reports it, replaces the announcement.
 
 
-def is_of_a_lost_peer(error: BaseException) -> bool:
-    """Tell whether an error is what a healthy rank meets when another one is gone."""
+def is_lost_peer_error(error: BaseException) -> bool:
+    """Return whether an error is what a healthy rank gets when another one has exited."""
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
 class Watcher:
-    """The watcher of one process."""
+    """The watchdog of one process."""
 
     def __init__(self, store: Any, rank: int, world_size: int, threshold: float) -> None:
         self.rank, self.world_size, self.threshold = rank, world_size, threshold
@@ -66,234 +66,240 @@ class Watcher:
         self._pid = os.getpid()
         self._observer = Observer(rank, threading.current_thread())
         self._interrupter = Interrupter(threading.current_thread())
-        self._patience = threshold
+        self._alarm_after = threshold
+        """Seconds without progress after which this rank raises the alarm."""
         self._round = 0
-        self._keeper: tuple[str, int] | None = None
-        """Host and process of rank 0."""
-        self._without_store: dict[int, Absence] | None = None
-        """Who is gone and has taken the store along; None while there is one."""
-        self._ending = "has left: its script has ended"
-        self._ended = False
+        self._store_host: tuple[str, int] | None = None
+        """Host and process id of rank 0."""
+        self._absent_with_store: dict[int, Absence] | None = None
+        """The ranks that are absent since the store was lost; None while there is a store."""
+        self._exit_reason = "has left: its script has ended"
+        self._stopped = False
         self._stopping = threading.Event()
-        self._asked = threading.Event()
-        self._heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
-        self._clock = phases.Phases()
+        self._wakeup = threading.Event()
+        self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._clock = phases.PhaseClock()
         self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
-        self._fewest_seconds = world_size / RANKS_PER_SECOND
-        self._period = max(min(SECONDS_BETWEEN_QUESTIONS, threshold / 4), self._fewest_seconds)
-        self._seconds_for_others = max(SECONDS_FOR_OTHERS, 2 * self._period)
-        self._meeting = Meeting(
+        self._min_period = world_size / RANKS_PER_SECOND
+        self._period = max(min(POLL_SECONDS, threshold / 4), self._min_period)
+        self._peer_timeout = max(MIN_PEER_TIMEOUT, 2 * self._period)
+        self._consensus = Consensus(
             store,
             self._observer,
             self._stopping,
             world_size=world_size,
             threshold=threshold,
-            seconds=self._seconds_for_others,
+            timeout=self._peer_timeout,
         )
-        self._excepthook = sys.excepthook
-        self._exit: Any = sys.exit
+        self._previous_excepthook = sys.excepthook
+        self._previous_exit: Any = sys.exit
         self._thread = threading.Thread(target=self._watch, name="accelerate watcher", daemon=True)
 
     @classmethod
-    def begin(cls, store: Any, rank: int, world_size: int, threshold: float) -> Watcher:
-        """Announce this process to the others, and watch."""
-        own = store.clone()  # a connection of its own: the other one may be held by a call that waits
+    def start(cls, store: Any, rank: int, world_size: int, threshold: float) -> Watcher:
+        """Register this process with the others, and start the thread."""
+        own = store.clone()  # a connection of its own: the other one may be held by a blocking call
         own.set_timeout(timedelta(seconds=10))
-        generation = own.add(f"watchers/{rank}", 1)  # what an earlier one has left in the store is not for this one
+        generation = own.add(f"watchers/{rank}", 1)  # keys of an earlier watcher are not for this one
         watcher = cls(dist.PrefixStore(str(generation), own), rank, world_size, threshold)  # type: ignore[attr-defined]
         watcher._store.set(f"who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        atexit.register(watcher.end)
-        sys.excepthook = watcher._explain
-        sys.exit = watcher._note_exit
+        atexit.register(watcher.stop)
+        sys.excepthook = watcher._on_uncaught
+        sys.exit = watcher._on_exit
         phases.clock = watcher._clock
         watcher._thread.start()
         return watcher
 
-    def is_of_the_open_group(self) -> bool:
-        """Tell whether this process, and no process it was forked from, watches the group that is open now."""
+    def watches_open_group(self) -> bool:
+        """Return whether this process, and not the one it was forked from, watches the current process group."""
         group = self._group()
         is_open = dist.is_initialized() and group is not None and group is dist.group.WORLD
-        return is_open and not self._ended and self._pid == os.getpid()
+        return is_open and not self._stopped and self._pid == os.getpid()
 
-    def end(self, *, quietly: bool = False) -> None:
-        """Stop watching, and tell the others that this process will answer no more.
+    def stop(self, *, announce: bool = True) -> None:
+        """Stop the thread, and announce to the others that this process exits.
 
-        `quietly` is for a group that was closed before: nobody listens at its store, and a data worker that was forked
-        from the process which kept it may hold the connection open, so that a word to it would never be answered.
+        Without `announce` the store is not used. That is for a process group that was destroyed before: a data worker
+        that was forked from the process which hosted its store may hold the connection open, and a request would never
+        be answered.
         """
         if os.getpid() != self._pid:  # a forked child has the parent's exit functions
             return
-        if not self._ended:
-            self._ended = True
-            self._stop(quietly)
+        if not self._stopped:
+            self._stopped = True
+            self._shut_down(announce)
         self._join()  # a thread inside the store must not see the interpreter end
 
-    def _stop(self, quietly: bool) -> None:
-        atexit.unregister(self.end)
-        in_health = not self._stopping.is_set()
+    def _shut_down(self, announce: bool) -> None:
+        atexit.unregister(self.stop)
+        healthy = not self._stopping.is_set()
         self._stopping.set()
-        self._asked.set()
+        self._wakeup.set()
         self._interrupter.close()
         if phases.clock is self._clock:
             phases.clock = None
-        if sys.excepthook == self._explain:
-            sys.excepthook = self._excepthook
-        if sys.exit == self._note_exit:
-            sys.exit = self._exit
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._previous_excepthook
+        if sys.exit == self._on_exit:
+            sys.exit = self._previous_exit
         self._join()
-        if in_health and not quietly and self._without_store is None and not self._is_in_the_store():
-            with suppress(*_STORE_IS_GONE):
-                self._say_goodbye()
+        if healthy and announce and self._absent_with_store is None and not self._is_in_store_call():
+            with suppress(*_STORE_ERRORS):
+                self._announce_exit()
 
     def _join(self) -> None:
-        if threading.current_thread() is not self._thread and not self._interrupter.leaves:
-            self._thread.join(SECONDS_TO_FINISH)
+        if threading.current_thread() is not self._thread and not self._interrupter.is_exiting:
+            self._thread.join(JOIN_TIMEOUT)
 
-    def _is_in_the_store(self) -> bool:
-        """Tell whether the thread holds the connection: whoever asks then waits as long as it does."""
+    def _is_in_store_call(self) -> bool:
+        """Return whether the thread holds the connection: another request would then block as long as it does."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
-    def _say_goodbye(self) -> None:
+    def _announce_exit(self) -> None:
         """See [Note: the end of the store]."""
-        self._store.set(f"left/{self.rank}", self._ending)
-        self._store.add("gone", 1)
+        self._store.set(f"left/{self.rank}", self._exit_reason)
+        self._store.add("exited", 1)
         if self.rank == 0:
-            for number in (self._round, self._round + 1):  # those who are at a meeting ask for the next one
-                self._store.set(f"alarm/{number}", f"0 {self._ending}")
-            until = time.monotonic() + self._seconds_for_others + SECONDS_TO_COME_BACK
-            while time.monotonic() < until and self._store.add("gone", 0) < self.world_size:
+            for number in (self._round, self._round + 1):  # ranks in a round poll for the next one
+                self._store.set(f"alarm/{number}", f"0 {self._exit_reason}")
+            deadline = time.monotonic() + self._peer_timeout + RETURN_GRACE_SECONDS
+            while time.monotonic() < deadline and self._store.add("exited", 0) < self.world_size:
                 time.sleep(0.05)
 
-    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an exception that nobody caught; if it says only that a peer is gone, say why."""
-        watched = os.getpid() == self._pid and not self._ended
-        lost = watched and is_of_a_lost_peer(error)
-        if lost:  # first of all: from here on nobody takes the printing below for what this rank does
-            self._observer.lost_by = error
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an uncaught exception; if it is only a lost connection, add why the peer has exited."""
+        watched = os.getpid() == self._pid and not self._stopped
+        lost_peer = watched and is_lost_peer_error(error)
+        if lost_peer:  # first of all: the report must not show the printing below as what this rank does
+            self._observer.lost_peer_error = error
             if threading.current_thread() is self._observer.thread:
-                self._interrupter.spare()
-            self._asked.set()
+                self._interrupter.disarm()
+            self._wakeup.set()
         elif watched and not self._stopping.is_set():
-            self._ending = f"has failed: {described(error)}"
-        self._excepthook(kind, error, trace)
-        if lost:
+            self._exit_reason = f"has failed: {describe_error(error)}"
+        self._previous_excepthook(kind, error, trace)
+        if lost_peer:
             with suppress(queue.Empty):
-                self._print_the_cause(error, self._heard.get(timeout=2 * self._seconds_for_others + 5))
+                self._print_cause(error, self._verdicts.get(timeout=2 * self._peer_timeout + 5))
 
-    def _print_the_cause(self, error: Any, verdict: Verdict) -> None:
+    def _print_cause(self, error: Any, verdict: Verdict) -> None:
         explanation = f"Rank {self.rank}: {verdict.text}"
         print(explanation, file=sys.stderr, flush=True)
-        error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for whoever prints it again
+        error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for later printing
         error.__accelerate_told__ = verdict.text  # for the launcher's record
 
-    def _note_exit(self, status: Any = None, /) -> NoReturn:
-        """Stand in for `sys.exit`, to know the line from which a script left."""
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """Replace `sys.exit`, to record the line at which the script exits."""
         place = place_of_caller()
-        self._ending = f"has left: sys.exit({'' if status is None else repr(status)[:80]}) at {place.where()}"
+        self._exit_reason = f"has left: sys.exit({'' if status is None else repr(status)[:80]}) at {place.location()}"
         raise SystemExit(status)
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
-            still = self._observer.look()
-            if still < self.threshold / 2:  # it has moved since it was last waited for
-                self._patience = self.threshold
-            soon = still >= self._patience / 2 or self._keeper is None  # whom nobody knows once it is killed
-            seconds = SECONDS_BETWEEN_SOON_QUESTIONS if soon else self._period
-            self._rest(max(min(seconds, self._period), self._fewest_seconds))
-            self._asked.clear()
+            stalled_seconds = self._observer.sample()
+            if stalled_seconds < self.threshold / 2:  # it has made progress since the last alarm
+                self._alarm_after = self.threshold
+            # Poll fast shortly before an alarm, and until rank 0 is known: once it is killed, it cannot be found.
+            fast = stalled_seconds >= self._alarm_after / 2 or self._store_host is None
+            seconds = FAST_POLL_SECONDS if fast else self._period
+            self._pause(max(min(seconds, self._period), self._min_period))
+            self._wakeup.clear()
             if self._stopping.is_set():
                 return
-            if not self.is_of_the_open_group():
-                self._ending = "has left: it closed its process group"
-                self.end()
+            if not self.watches_open_group():
+                self._exit_reason = "has left: it closed its process group"
+                self.stop()
                 return
-            if self._without_store is None:
+            if self._absent_with_store is None:
                 try:
-                    self._ask()
-                except _STORE_IS_GONE as error:
+                    self._poll()
+                except _STORE_ERRORS as error:
                     logger.debug("Rank %d: the store is gone.", self.rank, exc_info=error)
-                    self._go_on_without_store(self._state_of_the_keeper())
-            if self._without_store is not None and self._is_stuck():
+                    self._continue_without_store(self._absence_of_store_host())
+            if self._absent_with_store is not None and self._is_stuck():
                 self._judge_alone()
 
-    def _rest(self, seconds: float) -> None:
-        """Wait for the next question, and meanwhile compare with the others how long steps take."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if self._asked.wait(left if self._exchange is None else min(left, self._exchange.period)):
+    def _pause(self, seconds: float) -> None:
+        """Wait until the next poll, and meanwhile exchange step times with the others."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._wakeup.wait(left if self._exchange is None else min(left, self._exchange.period)):
                 return
             try:
-                if self._exchange is not None and self._without_store is None:
-                    self._exchange.turn()
-            except _STORE_IS_GONE as error:  # the next question finds out why
+                if self._exchange is not None and self._absent_with_store is None:
+                    self._exchange.poll()
+            except _STORE_ERRORS as error:  # the next poll finds out why
                 logger.debug("Rank %d compares steps no more.", self.rank, exc_info=error)
                 self._exchange = None
 
     def _is_stuck(self) -> bool:
-        still = self._observer.look()
-        return self._observer.lost_by is not None or (still >= self._patience and self._observer.waits())
+        stalled_seconds = self._observer.sample()
+        if self._observer.lost_peer_error is not None:
+            return True
+        return stalled_seconds >= self._alarm_after and self._observer.is_waiting()
 
-    def _ask(self) -> None:
-        """Ask the one question, whether anybody is stuck."""
-        self._find_the_keeper()
+    def _poll(self) -> None:
+        """Raise the alarm if this rank is stuck, and check whether any rank has raised it."""
+        self._find_store_host()
         alarm = f"alarm/{self._round}"
         if self._is_stuck() and not self._store.check([alarm]):
             self._store.set(alarm, str(self.rank))
         if not self._store.check([alarm]):
             return
-        farewell = self._store.get(alarm).decode().partition(" ")[2]
-        if farewell:
-            self._store.add("gone", 1)
-            self._go_on_without_store({0: Absence(farewell, for_good=True)})
+        exit_reason = self._store.get(alarm).decode().partition(" ")[2]
+        if exit_reason:  # of rank 0: see [Note: the end of the store]
+            self._store.add("exited", 1)
+            self._continue_without_store({0: Absence(exit_reason, is_final=True)})
         else:
-            self._meet()
+            self._run_round()
 
-    def _meet(self) -> None:
-        """Meet the others over what stands still, and act on the verdict."""
+    def _run_round(self) -> None:
+        """Reach a verdict with the other ranks, and act on it."""
         number = self._round
         self._round += 1
-        met = self._meeting.hold(number)
-        if met is not None:  # else the judge is gone: the next round has another one
-            self._act(*met)
+        result = self._consensus.run_round(number)
+        if result is not None:  # else the coordinator has disappeared: the next round has another one
+            self._act(*result)
 
     def _act(self, verdict: Verdict, own: Report) -> None:
-        if self._observer.lost_by is not None:  # the training thread has its error, and waits for the explanation
-            if verdict.again_in or not (verdict.fatal or own.lost):  # nobody knew that when it was judged
-                self._asked.set()
+        if self._observer.lost_peer_error is not None:  # the training thread has its error, and waits for the cause
+            if verdict.recheck_in or not (verdict.fatal or own.lost_peer):  # it was judged without that error
+                self._wakeup.set()
                 return
-            self._heard.put(verdict)
+            self._verdicts.put(verdict)
             self._stopping.set()
-        elif verdict.again_in:
-            self._patience = self._observer.look() + verdict.again_in
+        elif verdict.recheck_in:
+            self._alarm_after = self._observer.sample() + verdict.recheck_in
         elif not verdict.fatal:
-            self._patience = max(self._patience, self._observer.look()) * 2
+            self._alarm_after = max(self._alarm_after, self._observer.sample()) * 2
         elif not self._stopping.is_set():
-            self._heard.put(verdict)  # its wait may end by an error at this very moment
+            self._verdicts.put(verdict)  # its wait may end with an error at this moment
             self._stopping.set()
-            text, leaves_first = f"Rank {self.rank}: {verdict.text}", self.rank == verdict.leaves_first
-            self._interrupter.interrupt(self._observer.thread, text, leaves_first=leaves_first)
+            text, exits_first = f"Rank {self.rank}: {verdict.text}", self.rank == verdict.exits_first
+            self._interrupter.interrupt(self._observer.thread, text, exits_first=exits_first)
 
-    def _go_on_without_store(self, absent: dict[int, Absence]) -> None:
-        self._without_store = absent
-        self._patience = max(self._patience, self._observer.look() + SECONDS_TO_COME_BACK)
+    def _continue_without_store(self, absent: dict[int, Absence]) -> None:
+        self._absent_with_store = absent
+        self._alarm_after = max(self._alarm_after, self._observer.sample() + RETURN_GRACE_SECONDS)
 
     def _judge_alone(self) -> None:
-        absent = self._without_store or {}
-        if not all(absence.for_good for absence in absent.values()):  # its connections close before it is seen dead
-            absent = self._without_store = self._state_of_the_keeper()
+        """Judge from the state of this process and of rank 0, where there is no store."""
+        absent = self._absent_with_store or {}
+        if not all(absence.is_final for absence in absent.values()):  # its connections close before it is seen dead
+            absent = self._absent_with_store = self._absence_of_store_host()
         report = self._observer.report()
-        verdict = judge({self.rank: report}, absent, self.threshold, all_are_known=False)
-        verdict.log_a_notice()
+        verdict = judge({self.rank: report}, absent, self.threshold, all_known=False)
+        verdict.log_notice()
         self._act(verdict, report)
 
-    def _find_the_keeper(self) -> None:
-        if self._keeper is None and self._store.check(["who/0"]):
+    def _find_store_host(self) -> None:
+        if self._store_host is None and self._store.check(["who/0"]):
             host, pid = json.loads(self._store.get("who/0"))
-            self._keeper = host, pid
+            self._store_host = host, pid
 
-    def _state_of_the_keeper(self) -> dict[int, Absence]:
+    def _absence_of_store_host(self) -> dict[int, Absence]:
         if self.rank == 0:
             return {}
-        if self._keeper is None:
-            return {0: Absence("has not been heard of, and the store does not answer", for_good=False)}
-        return {0: absence_of(*self._keeper)}
+        if self._store_host is None:
+            return {0: Absence("has not been heard of, and the store does not answer", is_final=False)}
+        return {0: absence_of(*self._store_host)}

@@ -1,7 +1,7 @@
-"""Compare how fast the ranks are, through the store: each leaves its newest windows there, rank 0 reads and judges.
+"""Exchange step times through the store: each rank publishes its newest windows, and rank 0 finds stragglers.
 
-The watcher's thread does all of it. A rank's traffic does not grow with the number of ranks: with many of them all
-write less often, so that neither the store nor rank 0 gets more to do.
+It runs in the watcher's thread. The traffic of a rank does not grow with the number of ranks: with many of them all
+publish less often, so that the load of the store and of rank 0 stays constant.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ...runtime import phases
-from ...runtime.phases import NAMES, Phases
+from ...runtime.phases import NAMES, PhaseClock
 from .judging import Finding, Judge, Window
-from .windows import FEWEST_STEPS, LENGTH, MEDIANS, NUMBER, WHOLE, Windows, unpacked
+from .windows import FEWEST_STEPS, LENGTH, MEDIANS, NUMBER, WHOLE, Windows, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -27,46 +27,46 @@ FILE_NAME = "ranks.jsonl"
 RANKS_PER_SECOND = 1_000
 _SECONDS_BETWEEN_EXCHANGES = 0.3
 _SECONDS_OF_FAST_STEPS = 2.0
-"""How long a window takes, where ten steps are over before the next exchange; with many ranks one exchange."""
+"""Length of a window where ten steps are shorter than one exchange; with many ranks, one exchange."""
 _MOST_DOUBLINGS = 9
-"""Of the number of steps of a window: it stays below what the clock keeps."""
+"""Of the number of steps in a window, which must stay below the capacity of the clock."""
 _SECONDS_BETWEEN_LINES = 2.0
-_SECONDS_UNTIL_SAID_AGAIN = 600.0
+_SECONDS_BETWEEN_WARNINGS = 600.0
 _MOST_BYTES = 4 << 20
 _MOST_RANKS_IN_FULL = 64
 _SLOWEST = 16
 
 
 class Exchange:
-    """What one rank tells of its steps, and on rank 0 what becomes of it."""
+    """Publish the step times of one rank; on rank 0, also judge those of all ranks."""
 
-    def __init__(self, clock: Phases, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, clock: PhaseClock, store: Any, rank: int, world_size: int) -> None:
         self.period = max(_SECONDS_BETWEEN_EXCHANGES, world_size / RANKS_PER_SECOND)
         self._clock, self._store, self._rank = clock, store, rank
         self._windows = Windows()
-        self._due = -math.inf
-        self._told = self._is_complete = False
+        self._next_poll = -math.inf
+        self._has_published = self._is_complete = False
         self._keys = [f"phases/{other}" for other in range(world_size)]
         self._judge = Judge()
-        self._speaker = _Speaker()
-        self._diary = _Diary()
+        self._warner = _Warner()
+        self._trace = _TraceFile()
 
-    def turn(self) -> None:
-        """Tell what is new, if it is time to."""
+    def poll(self) -> None:
+        """Publish new windows if the period is over; on rank 0, judge."""
         now = time.monotonic()
-        if now < self._due:
+        if now < self._next_poll:
             return
-        self._due = now + self.period
-        closed = self._windows.take(self._clock.rows)
-        if closed or not self._told:
-            self._store.set(self._keys[self._rank], self._windows.packed())
-            self._told = True
-            self._agree_on_length()
-        if self._rank == 0 and self._judge.lacks(self._windows.newest):
-            self._hear()
+        self._next_poll = now + self.period
+        closed = self._windows.consume(self._clock.rows)
+        if closed or not self._has_published:
+            self._store.set(self._keys[self._rank], self._windows.pack())
+            self._has_published = True
+            self._sync_length()
+        if self._rank == 0 and self._judge.is_pending(self._windows.newest):
+            self._judge_windows()
 
-    def _agree_on_length(self) -> None:
-        """Let rank 0 choose how many steps a window has."""
+    def _sync_length(self) -> None:
+        """Use the number of steps per window that rank 0 chooses."""
         if self._rank == 0:
             length = self._fitting_length()
             if length != self._windows.length or not self._windows.newest[LENGTH]:
@@ -87,60 +87,60 @@ class Exchange:
         doublings = math.ceil(math.log2(wanted / step / FEWEST_STEPS))
         return FEWEST_STEPS << min(doublings, _MOST_DOUBLINGS)
 
-    def _hear(self) -> None:
+    def _judge_windows(self) -> None:
         self._is_complete = self._is_complete or self._store.check(self._keys)
         if not self._is_complete:
             return
-        for window in self._judge.hear(unpacked(self._store.multi_get(self._keys))):
+        for window in self._judge.update(unpack(self._store.multi_get(self._keys))):
             if window.finding is not None:
-                self._clock.news = {
+                self._clock.extra_values = {
                     "straggler/rank": window.finding.rank,
                     "straggler/cost": window.finding.cost,
                     "straggler/phase": NAMES[window.finding.phase],
                 }
-            self._speaker.hear(window.finding)
-            self._diary.note(window, len(self._keys))
+            self._warner.update(window.finding)
+            self._trace.write(window, len(self._keys))
 
 
-class _Speaker:
-    """Say a finding once, and again at growing intervals."""
+class _Warner:
+    """Warn of a straggler once, and again at growing intervals."""
 
     def __init__(self) -> None:
         self._current: Finding | None = None
         self._quiet_until: dict[tuple[int, int], tuple[float, float]] = {}
-        self._said = False
+        self._has_warned = False
 
-    def hear(self, finding: Finding | None) -> None:
+    def update(self, finding: Finding | None) -> None:
         before, self._current = self._current, finding
         if before is not None and (finding is None or _key(finding) != _key(before)):
-            if self._said and finding is None:
-                logger.warning("%s", before.over())
-            self._said = False
+            if self._has_warned and finding is None:
+                logger.warning("%s", before.resolved_message())
+            self._has_warned = False
         if finding is None:
             return
-        until, interval = self._quiet_until.get(_key(finding), (-math.inf, _SECONDS_UNTIL_SAID_AGAIN))
+        quiet_until, interval = self._quiet_until.get(_key(finding), (-math.inf, _SECONDS_BETWEEN_WARNINGS))
         now = time.monotonic()
-        if now >= until:
+        if now >= quiet_until:
             logger.warning("%s", finding)
-            self._said = True
+            self._has_warned = True
             self._quiet_until[_key(finding)] = now + interval, 2 * interval
 
 
-class _Diary:
-    """Lines beside a run's own, for `accelerate watch`: what every phase took on every rank, in microseconds."""
+class _TraceFile:
+    """A file in the run's folder, for `accelerate watch`: microseconds per phase on every rank."""
 
     def __init__(self) -> None:
-        self._next = -math.inf
+        self._next_line = -math.inf
         self._finding: Finding | None = None
 
-    def note(self, window: Window, num_ranks: int) -> None:
-        """Append a line, every two seconds or when something was found."""
+    def write(self, window: Window, num_ranks: int) -> None:
+        """Append a line, every two seconds or when the straggler changes."""
         folder, now = phases.run_folder, time.monotonic()
-        news = (window.finding and _key(window.finding)) != (self._finding and _key(self._finding))
-        if folder is None or (now < self._next and not news):
+        changed = (window.finding and _key(window.finding)) != (self._finding and _key(self._finding))
+        if folder is None or (now < self._next_line and not changed):
             return
-        self._next, self._finding = now + _SECONDS_BETWEEN_LINES, window.finding
-        with suppress(OSError):  # a full disk shows where the run's own lines are written
+        self._next_line, self._finding = now + _SECONDS_BETWEEN_LINES, window.finding
+        with suppress(OSError):  # a full disk fails in the run's own log as well
             _append(os.path.join(folder, FILE_NAME), json.dumps(_record(window, num_ranks)) + "\n")
 
 
@@ -154,7 +154,7 @@ def _record(window: Window, num_ranks: int) -> dict[str, Any]:
         "phases": NAMES,
         "ranks": {
             window.ranks[index]: [round(seconds * 1e6) for seconds in window.rows[index, MEDIANS]]
-            for index in _chosen(window)
+            for index in _selected(window)
         },
     }
     if window.finding is not None:
@@ -167,18 +167,18 @@ def _record(window: Window, num_ranks: int) -> dict[str, Any]:
     return record
 
 
-def _chosen(window: Window) -> list[int]:
-    """Return which ranks are written down: all, or of very many the slowest, the median and the fastest."""
+def _selected(window: Window) -> list[int]:
+    """Return the ranks to write: all, or of very many the slowest, the median and the fastest."""
     if len(window.ranks) <= _MOST_RANKS_IN_FULL:
         return list(range(len(window.ranks)))
     medians = window.rows[:, MEDIANS]
     order = np.argsort(medians.sum(axis=1) - medians[:, [phases.BACKWARD, phases.WAITING]].sum(axis=1))
-    named = [] if window.finding is None else [window.ranks.index(window.finding.rank)]
-    return sorted({int(order[0]), int(order[len(order) // 2]), *map(int, order[-_SLOWEST:]), *named})
+    straggler = [] if window.finding is None else [window.ranks.index(window.finding.rank)]
+    return sorted({int(order[0]), int(order[len(order) // 2]), *map(int, order[-_SLOWEST:]), *straggler})
 
 
 def _append(file: str, line: str) -> None:
-    """Add a line; of a file that has grown long, only the newer half stays."""
+    """Append a line; of a file that has grown large, keep the newer half."""
     with open(file, "ab") as lines:
         lines.write(line.encode())
         size = lines.tell()

@@ -1,7 +1,7 @@
-"""Which rank is slow, in which phase, and what it costs the run: judged from the windows of all ranks.
+"""Find stragglers from the windows of all ranks: the rank, the phase, and the cost for the run.
 
-Ranks that train together take the same time per step, because all wait for the slowest. So the whole step tells
-nothing; the phases in which a rank does its own work do.
+All ranks take the same time per step, because they wait for the slowest. So the duration of a step says nothing; the
+duration of the phases in which a rank does its own work does.
 """
 
 from __future__ import annotations
@@ -14,63 +14,64 @@ import numpy as np
 
 from ...runtime import phases
 from .. import place
-from ..reports import listed
+from ..reports import format_ranks
 from .windows import FIELDS, KEPT, LENGTH, MEDIANS, NUMBER, SPREADS, WHOLE, Table
 
 SHARE_OF_STEP = 0.05
 SHARE_OF_PHASE = 0.15
 LEAST_SECONDS = 0.001
-"""Below that it is the operating system, and the steps are so short that nobody minds."""
+"""Smaller differences are noise of the operating system."""
 CONSECUTIVE = 3
-"""Windows in a row after which a rank is slow, or no longer."""
-_WORSE = 1.5
+"""Consecutive windows after which a rank counts as slow, or no longer does."""
+_REPLACING_FACTOR = 1.5
+"""How much more a straggler must cost than the current one to replace it."""
 _SPREAD_TO_ERROR = 1.86
-"""From the median distance of single steps to the standard error of their median, times the root of their number."""
-_WORDS = {
+"""Ratio of the standard error of the median, times the root of the number of steps, to the median deviation."""
+_PHASE_NAMES = {
     phases.DATA: place.DATA,
     phases.STEP: place.STEP,
     phases.FORWARD: place.FORWARD,
-    phases.OTHER: place.USERS,
+    phases.OTHER: place.USER_CODE,
 }
-_PURE = (phases.DATA, phases.STEP)
+_LOCAL_PHASES = (phases.DATA, phases.STEP)
 
-# [Note: who is blamed]
-# A rank is compared with the median of the others, in the phases where it works for itself. The backward pass and
-# collectives are waiting, and saving is the main process's work: nobody is blamed for those. A forward pass or the
-# script's own code may hold collectives that nobody sees from outside (buffers, sharded parameters): there the ranks
-# that wait for a slow one look slow themselves. Waiting for data and the optimizer's step hold none. So a rank that is
-# slow in one of those explains what others spend in the passes.
+# [Note: which rank is the culprit]
+# A rank is compared with the median of the others, in the phases of its own work. The backward pass and collectives are
+# waiting, and saving is the main process's work: no rank is blamed for those. A forward pass or the script's own code
+# may contain collectives that cannot be seen from outside (buffers, sharded parameters): there the ranks that wait for
+# a straggler look slow themselves. Waiting for data and the optimizer's step contain none. So a rank that is slow in
+# one of those explains the time that others spend in the passes.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rank that makes the others wait."""
+    """A straggler: a rank that makes the others wait."""
 
     rank: int
     phase: int
     seconds: float
     usual: float
-    """What the others need, as their median."""
+    """The median of the others."""
     cost: float
-    """The share of every step that the run would save."""
+    """The fraction of every step that the run would save."""
     also: tuple[int, ...] = ()
     """Other ranks that are slow in the same phase."""
 
     def __str__(self) -> str:
-        also = f" {listed(self.also)} too." if self.also else ""
+        also = f" {format_ranks(self.also)} too." if self.also else ""
         return (
-            f"Rank {self.rank} is slow in {_WORDS[self.phase]}: {_seconds(self.seconds)} per step, where the others "
-            f"need {_seconds(self.usual)}. It costs the run {self.cost:.0%} of every step.{also}"
+            f"Rank {self.rank} is slow in {_PHASE_NAMES[self.phase]}: {_seconds(self.seconds)} per step, where the "
+            f"others need {_seconds(self.usual)}. It costs the run {self.cost:.0%} of every step.{also}"
         )
 
-    def over(self) -> str:
-        """Say that it has ended."""
-        return f"Rank {self.rank} is no longer slow in {_WORDS[self.phase]}."
+    def resolved_message(self) -> str:
+        """Return the message for the end of the slowdown."""
+        return f"Rank {self.rank} is no longer slow in {_PHASE_NAMES[self.phase]}."
 
 
 @dataclass(frozen=True)
 class Window:
-    """The same steps on all ranks that took part in them."""
+    """The same steps on all ranks that took part in them, and the straggler, if any."""
 
     ranks: list[int]
     rows: Table
@@ -78,7 +79,7 @@ class Window:
 
 
 class Judge:
-    """Compare window after window, and remember who was slow."""
+    """Compare successive windows, and track the current straggler."""
 
     def __init__(self) -> None:
         self.current: Finding | None = None
@@ -86,62 +87,62 @@ class Judge:
         self._slow_for: dict[tuple[int, int], int] = {}
         self._absent_for = 0
 
-    def lacks(self, window: Table) -> bool:
-        """Return whether a window is still to be judged."""
+    def is_pending(self, window: Table) -> bool:
+        """Return whether a window has not been judged yet."""
         return bool(window[LENGTH]) and self._judged != (window[LENGTH], window[NUMBER])
 
-    def hear(self, table: Table) -> Iterator[Window]:
-        """Judge the windows that are new and complete; the first rank's own say which there are."""
+    def update(self, table: Table) -> Iterator[Window]:
+        """Judge the windows that are new and complete; those of rank 0 determine which there are."""
         length = int(table[0, -1, LENGTH])
         if length and length != self._judged[0]:
             self._judged = length, -1
         valid = table[:, :, LENGTH] == length if length else np.zeros(table.shape[:2], dtype=bool)
         newest = np.where(valid, table[:, :, NUMBER], -1.0).max(axis=1)
-        goes_on = newest >= newest[0] - KEPT
+        is_running = newest >= newest[0] - KEPT
         for number in table[0, valid[0], NUMBER]:
             if number <= self._judged[1]:
                 continue
             found = valid & (table[:, :, NUMBER] == number)
-            here = found.any(axis=1)
-            if (goes_on & (newest < number)).any():
-                return  # a rank has not told yet
+            took_part = found.any(axis=1)
+            if (is_running & (newest < number)).any():
+                return  # a rank has not published it yet
             self._judged = length, int(number)
-            ranks = np.flatnonzero(here)
+            ranks = np.flatnonzero(took_part)
             rows = table[found].reshape(-1, FIELDS)
-            self._remember(slow_ranks(ranks, rows))
+            self._track(slow_ranks(ranks, rows))
             yield Window(ranks.tolist(), rows, self.current)
 
-    def _remember(self, slow: list[Finding]) -> None:
+    def _track(self, slow: list[Finding]) -> None:
         self._slow_for = {key: self._slow_for.get(key, 0) + 1 for key in ((found.rank, found.phase) for found in slow)}
-        sure = [found for found in slow if self._slow_for[found.rank, found.phase] >= CONSECUTIVE]
-        worst = max(sure, key=lambda found: found.cost, default=None)
-        now, before = worst, self.current
+        confirmed = [found for found in slow if self._slow_for[found.rank, found.phase] >= CONSECUTIVE]
+        worst = max(confirmed, key=lambda found: found.cost, default=None)
+        current, before = worst, self.current
         if before is not None:
             again = [found for found in slow if (found.rank, found.phase) == (before.rank, before.phase)]
             self._absent_for = 0 if again else self._absent_for + 1
             stays = again[0] if again else before if self._absent_for < CONSECUTIVE else None
-            if stays is not None and (worst is None or worst.cost < _WORSE * stays.cost):
-                now = stays  # of several that are as slow, always the same one is named
-        self.current = now
+            if stays is not None and (worst is None or worst.cost < _REPLACING_FACTOR * stays.cost):
+                current = stays  # of several equally slow ranks, always name the same one
+        self.current = current
 
 
 def slow_ranks(ranks: np.ndarray, rows: Table) -> list[Finding]:
-    """Return who is slow in one window. See [Note: who is blamed]."""
+    """Return the slow ranks of one window. See [Note: which rank is the culprit]."""
     if len(ranks) < 2:
         return []
     step, length = float(np.median(rows[:, WHOLE])), rows[0, LENGTH]
     medians, spreads = rows[:, MEDIANS], rows[:, SPREADS]
-    # Of many ranks one is always far out by chance: the more there are, the farther it must be.
+    # With many ranks one is always an outlier by chance: the more ranks, the farther it must be.
     sigmas = 2.5 + math.sqrt(2 * math.log(len(ranks)))
     found: list[Finding] = []
-    for phase in _WORDS:
+    for phase in _PHASE_NAMES:
         seconds, spread = medians[:, phase], spreads[:, phase]
         usual = _median_of_others(seconds)
         excess = seconds - usual
         error = np.maximum(spread, np.median(spread)) * (_SPREAD_TO_ERROR / math.sqrt(length))
         slow = (excess >= max(SHARE_OF_STEP * step, LEAST_SECONDS)) & (excess >= SHARE_OF_PHASE * usual)
         slow &= excess >= sigmas * error
-        if phase not in _PURE:
+        if phase not in _LOCAL_PHASES:
             slow &= ~_explained(excess, ranks, found, step)
         indices = np.flatnonzero(slow)
         for index in indices:
@@ -153,9 +154,9 @@ def slow_ranks(ranks: np.ndarray, rows: Table) -> list[Finding]:
 
 def _explained(excess: Table, ranks: np.ndarray, found: list[Finding], step: float) -> np.ndarray:
     """Return which ranks may only be waiting for one that is slow in its own work."""
-    pure = [slow for slow in found if slow.phase in _PURE]
+    local = [slow for slow in found if slow.phase in _LOCAL_PHASES]
     explained = np.zeros(len(ranks), dtype=bool)
-    for slow in pure:
+    for slow in local:
         explained |= (ranks != slow.rank) & (excess <= 2 * slow.cost * step)
     return explained
 
