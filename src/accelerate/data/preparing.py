@@ -74,21 +74,13 @@ def prepare_data_loader(
     runtime = Runtime.current()
     num_processes = runtime.num_processes if num_processes is None else num_processes
     process_index = runtime.process_index if process_index is None else process_index
-    is_torchdatas = type(dataloader).__module__.startswith("torchdata.") and use_stateful_dataloader
-    if type(dataloader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
-        warn(
-            f"{type(dataloader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
-            "dataset, sampler and options, and does not call that method.",
-        )
+    _warn_of_overridden_iter(dataloader, use_stateful_dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
-    ranks_share_samples = num_processes != runtime.num_processes
-    if dispatch_batches and (split_elsewhere or ranks_share_samples):
-        reason = "data that is already split by rank" if split_elsewhere else "a mesh whose ranks share samples"
-        warn(f"dispatch_batches=True has no effect on {reason}: each process reads its own.")
-    if dispatch_batches is None:
-        dispatch_batches = is_stream and put_on_device
-    options = loader_options(dataloader)
+    dispatches = (is_stream and put_on_device) if dispatch_batches is None else dispatch_batches
+    obstacle = _obstacle_to_dispatching(split_elsewhere, num_processes != runtime.num_processes)
+    if dispatch_batches and obstacle is not None:
+        warn(f"dispatch_batches=True has no effect on {obstacle}: each process reads its own.")
     in_agreement = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
     order = _agreeing_order(
         dataloader,
@@ -103,41 +95,44 @@ def prepare_data_loader(
         "_drop_last": bool(getattr(batching, "drop_last", False)),
         "_non_blocking": non_blocking,
     }
-    if dispatch_batches and not ranks_share_samples and not split_elsewhere:
+    if dispatches and obstacle is None:
         return DataLoaderDispatcher(
             stream_of(dataloader) if is_stream else dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             use_stateful_dataloader=use_stateful_dataloader,
             **common,
-            **options,
+            **loader_options(dataloader),
             **order.as_options(dataloader),
         )
     share = _Share(num_processes, process_index, split_batches, even_batches)
-    dataset: Any = dataloader.dataset
-    if is_stream and not split_elsewhere and share.has_files_of_its_own(dataset):
-        dataset = dataset.shard(num_shards=num_processes, index=process_index)
-        split_elsewhere = True  # by files, so that nobody reads what is not its own
-    if split_elsewhere:
-        dataset = stream_of(dataloader, dataset) if is_stream else dataset
-        options |= order.as_options(dataloader)
-    elif is_stream:
-        dataset = share.of_stream(dataloader)
-        options["collate_fn"] = TellingCollate(dataloader.collate_fn)
-        options["batch_size"] = dataset.share if dataloader.batch_size is not None else None
-        options["drop_last"] = False  # the shard drops incomplete rounds by itself
-    else:
-        options |= share.of_samples(order, dataloader)
+    read = share.of_split_data(dataloader, order) if split_elsewhere else share.of_loader(dataloader, order)
     return DataLoaderShard(
-        dataset,
+        read.dataset,
         rng_types=_synchronizable(rng_types, order.generator, in_agreement),
         synchronized_generator=order.generator,
         use_stateful_dataloader=use_stateful_dataloader,
-        _split_elsewhere=split_elsewhere,
+        _split_elsewhere=read.is_split,
         _num_processes=num_processes,
         **common,
-        **options,
+        **{**loader_options(dataloader), **read.options},
     )
+
+
+def _warn_of_overridden_iter(loader: DataLoader[Any], use_stateful_dataloader: bool) -> None:
+    is_torchdatas = type(loader).__module__.startswith("torchdata.") and use_stateful_dataloader
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
+        warn(
+            f"{type(loader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
+            "dataset, sampler and options, and does not call that method.",
+        )
+
+
+def _obstacle_to_dispatching(split_by_rank: bool, ranks_share_samples: bool) -> str | None:
+    """Return why one process cannot read for all, as part of a message; None where it can."""
+    if split_by_rank:
+        return "data that is already split by rank"
+    return "a mesh whose ranks share samples" if ranks_share_samples else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +182,17 @@ def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) 
     )
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What the loader of one process reads."""
+
+    dataset: Any
+    options: dict[str, Any]
+    """The options that differ from those of the plain loader."""
+    is_split: bool = False
+    """The data set holds the samples of this rank only."""
+
+
 class _Share:
     """One process's part of whatever a loader reads."""
 
@@ -195,6 +201,29 @@ class _Share:
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+
+    def of_split_data(self, loader: DataLoader[Any], order: _AgreeingOrder, dataset: Any = None) -> _Read:
+        """Read data that is split by rank as it is: the loader's data set, or a shard of it."""
+        dataset = loader.dataset if dataset is None else dataset
+        if isinstance(loader.dataset, IterableDataset):
+            dataset = stream_of(loader, dataset)
+        return _Read(dataset, order.as_options(loader), is_split=True)
+
+    def of_loader(self, loader: DataLoader[Any], order: _AgreeingOrder) -> _Read:
+        """Divide what the loader reads."""
+        dataset: Any = loader.dataset
+        if not isinstance(dataset, IterableDataset):
+            return _Read(dataset, self.of_samples(order, loader))
+        if self.has_files_of_its_own(dataset):  # so that nobody reads what is not its own
+            own = dataset.shard(num_shards=self.num_processes, index=self.process_index)  # type: ignore[attr-defined]
+            return self.of_split_data(loader, order, own)
+        stream = self.of_stream(loader)
+        options = {
+            "collate_fn": TellingCollate(loader.collate_fn),
+            "batch_size": stream.share if loader.batch_size is not None else None,
+            "drop_last": False,  # the shard drops incomplete rounds by itself
+        }
+        return _Read(stream, options)
 
     def has_files_of_its_own(self, dataset: Any) -> bool:
         """Tell whether a Hugging Face stream has enough shards for every process to read other ones."""

@@ -367,23 +367,28 @@ class PreparedLoader(DataLoader[Any]):
         if resume is None and self._start == 0:
             return super().__iter__()
         with generator_restored() if resume is not None and resume.begun else nullcontext():
-            if resume is not None and resume.dataset is not None and stream.keeps_states:
-                stream.dataset.load_state_dict(resume.dataset)
-                return super().__iter__()
-            if resume is not None and self._start > 0:
-                self._tell_reading_on(stream)
-            in_one_place = self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers)
-            if in_one_place:
-                stream.samples_to_skip = self._stream_start() * stream.batch_size
-                stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
-                return super().__iter__()
-            if resume is not None and resume.num_processes != self.num_processes:
-                raise PositionError(
-                    f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
-                    f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
-                    f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
-                )
-            return self._read_on(super().__iter__())
+            seeks = self._seek_stream(stream, resume)
+            batches: Iterator[Any] = super().__iter__()
+            return batches if seeks else self._read_on(batches)
+
+    def _seek_stream(self, stream: IterableDatasetShard, resume: Position | None) -> bool:
+        """Let a stream begin at the position; return False if the loader has to read and drop batches instead."""
+        if resume is not None and resume.dataset is not None and stream.keeps_states:
+            stream.dataset.load_state_dict(resume.dataset)
+            return True
+        if resume is not None and self._start > 0:
+            self._tell_reading_on(stream)
+        if self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers):
+            stream.samples_to_skip = self._stream_start() * stream.batch_size
+            stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
+            return True
+        if resume is not None and resume.num_processes != self.num_processes:
+            raise PositionError(
+                f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
+                f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
+                f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
+            )
+        return False
 
     def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Read the batches before the position, and drop them."""

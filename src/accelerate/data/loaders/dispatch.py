@@ -186,14 +186,20 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _parts_of(self, batches: list[Any], first_round: list[Any], is_last: bool) -> tuple[list[Any], int]:
         """Cut a round into one part per rank; return them and the number of real samples, -1 for a full round."""
-        sizes = [find_batch_size(batch) for batch in batches]
-        full = self.base_batch_size
-        if len(batches) == self.batches_per_round and (full is None or all(size == full for size in sizes)):
+        custom_sizes = not is_last and not isinstance(self.dataset, IterableDataset)  # those of a custom sampler
+        if custom_sizes or self._is_full(batches):
             return (self._cut(batches[0]) if self.split_batches else batches), -1
-        if not is_last and not isinstance(self.dataset, IterableDataset):  # a custom sampler's batches have any size
-            return (self._cut(batches[0]) if self.split_batches else batches), -1
-        if full is None or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches)):
+        if self.base_batch_size is None or not _is_sliceable(batches):
             return self._filled_by_batches(batches, first_round)
+        return self._filled_by_samples(batches, first_round)
+
+    def _is_full(self, batches: list[Any]) -> bool:
+        full = self.base_batch_size
+        sized = full is None or all(find_batch_size(batch) == full for batch in batches)
+        return sized and len(batches) == self.batches_per_round
+
+    def _filled_by_samples(self, batches: list[Any], first_round: list[Any]) -> tuple[list[Any], int]:
+        """Fill a round of tensors with the first samples of the first round."""
         merged = concatenate(batches)
         num_real = find_batch_size(merged) or 0
         head = concatenate(first_round)
@@ -309,6 +315,11 @@ def slice_batch(
         return data[tensor_slice]
     mapped = map_children(lambda child: slice_batch(child, tensor_slice), data)
     return data if mapped is None else mapped
+
+
+def _is_sliceable(batches: list[Any]) -> bool:
+    """Tell whether batches consist of tensors with a dimension for samples."""
+    return all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches))
 
 
 def _is_list_of_things(data: Any) -> bool:

@@ -155,13 +155,7 @@ class MeshParallel(Strategy):
     def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         plugin = self.plugin
         ignored = ignored_modules(model, plugin)
-        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
-        policy = plugin.mixed_precision_policy
-        inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
-        outer = {} if policy is None else {"mp_policy": policy}
-        inner["reshard_after_forward"] = plugin.reshard_after_forward
-        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
-        outer["reshard_after_forward"] = None if plugin.reshard_after_forward is True else plugin.reshard_after_forward
+        inner, outer = self._unit_options()
         from_first = bool(plugin.cpu_ram_efficient_loading)
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
@@ -170,21 +164,37 @@ class MeshParallel(Strategy):
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
-            options["ignored_params"] = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
-            fully_shard(unit, **options, **(outer if unit is model else inner))
+            ignored_params = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
+            fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_where_no_backward_follows)
         if from_first:
             materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
-        kept_whole = parameters_in(ignored)
-        for param in kept_whole:
-            param.data = param.data.to(self.runtime.device)
-        if kept_whole:
-            self._whole_modules[model] = WholeModules(kept_whole, self.gradient_group, self.runtime.device)
+        self._keep_whole(model, parameters_in(ignored))
         if self.mesh.size("dp_replicate") > 1 and not from_first:
             shards = [param for param in model.parameters() if mesh_of(param) is not None]
             begin_equal(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
         return model
+
+    def _unit_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of `fully_shard` for the units of a model, and for the model itself."""
+        reshard = self.plugin.reshard_after_forward
+        policy = self.plugin.mixed_precision_policy
+        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
+        inner = {**options, "reshard_after_forward": reshard}
+        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
+        outer = {**options, "reshard_after_forward": None if reshard is True else reshard}
+        if policy is not None:
+            inner["mp_policy"] = replace(policy, output_dtype=None)
+            outer["mp_policy"] = policy
+        return inner, outer
+
+    def _keep_whole(self, model: nn.Module, params: list[nn.Parameter]) -> None:
+        """Move parameters that are not sharded to the device, and average their gradients."""
+        for param in params:
+            param.data = param.data.to(self.runtime.device)
+        if params:
+            self._whole_modules[model] = WholeModules(params, self.gradient_group, self.runtime.device)
 
     def _offload_policy(self) -> Any:
         policy = self.plugin.cpu_offload

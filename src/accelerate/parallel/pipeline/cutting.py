@@ -13,7 +13,7 @@ that is found out with the first batch, on every process, before anything is sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,14 +75,7 @@ def stage_starts(
     """
     if split_at is None:
         return _even_starts(model, num_stages, asked, blocks)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    unknown = [name for name in split_at if name not in names]
-    if unknown:
-        similar = [name for name in names if any(name.rpartition(".")[2] == u.rpartition(".")[2] for u in unknown)]
-        raise CannotCutError(
-            f"PipelineConfig(split_at={list(split_at)}): the model has no module {', '.join(unknown)}. It has "
-            f"{', '.join((similar or names)[:8])}."
-        )
+    _require_modules(model, split_at)
     if len(split_at) != num_stages - 1:
         raise CannotCutError(
             f"PipelineConfig(split_at={list(split_at)}) begins {len(split_at)} new stages, which makes "
@@ -95,6 +88,18 @@ def stage_starts(
             "another one that begins a stage."
         )
     return list(split_at)
+
+
+def _require_modules(model: nn.Module, split_at: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    unknown = [name for name in split_at if name not in names]
+    if unknown:
+        endings = {name.rpartition(".")[2] for name in unknown}
+        similar = [name for name in names if name.rpartition(".")[2] in endings]
+        raise CannotCutError(
+            f"PipelineConfig(split_at={list(split_at)}): the model has no module {', '.join(unknown)}. It has "
+            f"{', '.join((similar or names)[:8])}."
+        )
 
 
 def _even_starts(model: nn.Module, num_stages: int, asked: str, classes: Sequence[str]) -> list[str]:
@@ -118,18 +123,29 @@ def _blocks(model: nn.Module, named: Sequence[str]) -> list[str]:
     """Return the names of the model's blocks: those in the list that holds most of its parameters."""
     named = named or getattr(model, "_no_split_modules", None) or ()
     classes = repeated_blocks(model)
-    best: tuple[int, list[str]] = (0, [])
+
+    def is_block(module: nn.Module) -> bool:
+        return type(module).__name__ in named or type(module) in classes
+
+    most, best = 0, list[str]()
     for owner, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            continue
-        children = list(container.named_children())
-        own = [(name, child) for name, child in children if type(child).__name__ in named or type(child) in classes]
-        if not own:  # a sequence of plain layers: any that has parameters may begin a stage
-            own = [(name, child) for name, child in children if any(True for _ in child.parameters())]
-        size = sum(param.numel() for _, child in own for param in child.parameters())
-        if size > best[0] and len(own) > 1:
-            best = (size, [f"{owner}.{name}" if owner else name for name, _ in own])
-    return best[1]
+        if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            blocks = _blocks_in(container, is_block)
+            size = sum(_size(block) for block in blocks.values())
+            if size > most and len(blocks) > 1:
+                most, best = size, [_join(owner, name) for name in blocks]
+    return best
+
+
+def _blocks_in(container: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return the children that may begin a stage; in a sequence of plain layers these are all with parameters."""
+    children = dict(container.named_children())
+    blocks = {name: child for name, child in children.items() if is_block(child)}
+    return blocks or {name: child for name, child in children.items() if any(True for _ in child.parameters())}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def divide(

@@ -52,29 +52,25 @@ class StageView:
         self._entry = model.get_submodule(division.starts[index - 1]) if index else None
 
     def _view_of(self, module: nn.Module, name: str, skeleton: Skeleton) -> nn.Module:
-        view = type(module).__new__(type(module))
-        view.__dict__.update(vars(module))
-        for key, value in vars(module).items():  # its own hooks and children
-            if key.startswith("_") and isinstance(value, dict):
-                view.__dict__[key] = value.copy()
-        if "forward" in vars(module):
-            view.__dict__["forward"] = copy.deepcopy(vars(module)["forward"], {id(module): view})
+        view = _shallow_copy(module)
         for own in list(view._parameters):
             full = f"{name}.{own}" if name else own
             if view._parameters[own] is not None and self._division.loose[full] != self.index:
                 replace_by_ghost(view, own, skeleton.model.get_submodule(name))
         for own, child in module._modules.items():
-            full = f"{name}.{own}" if name else own
-            if child is None:
-                continue
-            if full in self._division.around:
-                view._modules[own] = self._view_of(child, full, skeleton)
-            elif not self.is_last and full == self._division.starts[self.index]:
-                view._modules[own] = NextStage(skeleton.model.get_submodule(full))
-            elif self._division.parts[full] not in (None, self.index) and not isinstance(child, Placeholder):
-                view._modules[own] = Placeholder(skeleton.model.get_submodule(full))
+            if child is not None:
+                view._modules[own] = self._child_view(child, f"{name}.{own}" if name else own, skeleton)
         self._copies.append((module, view))
         return view
+
+    def _child_view(self, child: nn.Module, name: str, skeleton: Skeleton) -> nn.Module:
+        if name in self._division.around:
+            return self._view_of(child, name, skeleton)
+        if not self.is_last and name == self._division.starts[self.index]:
+            return NextStage(skeleton.model.get_submodule(name))
+        if self._division.parts[name] not in (None, self.index) and not isinstance(child, Placeholder):
+            return Placeholder(skeleton.model.get_submodule(name))
+        return child
 
     def begin(self) -> None:
         """Listen for the first own block; after all other hooks were put on it, because this one comes first."""
@@ -124,6 +120,18 @@ class StageView:
                 "did for other micro-batches of this shape: the block that begins a stage cannot be skipped."
             )
         return outputs
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module with the same attributes, but hooks and children of its own."""
+    view = type(module).__new__(type(module))
+    view.__dict__.update(vars(module))
+    for key, value in vars(module).items():
+        if key.startswith("_") and isinstance(value, dict):
+            view.__dict__[key] = value.copy()
+    if "forward" in vars(module):
+        view.__dict__["forward"] = copy.deepcopy(vars(module)["forward"], {id(module): view})
+    return view
 
 
 def _take_attributes(source: nn.Module, target: nn.Module) -> None:

@@ -27,6 +27,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -210,23 +212,25 @@ class _Flow(TorchDispatchMode):
         name = func.__name__
         if any(isinstance(tensor, DTensor) for tensor in tensors) or "detach" in name:
             return result
-        states = [self._state(tensor) for tensor in tensors]
-        origins = 0
-        for _, origin in states:
-            origins |= origin
-        self.used |= origins
+        is_split, origins = self._state_of_result(name, tensors)
         changed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
-        if any(join in name for join in _JOINS):
-            state = (False, 0)
+        if _is_one_of(name, _JOINS):
             changed += [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        elif any(is_split for is_split, _ in states):
-            self._meets_split(origins)
-            state = (True, 0)
-        else:
-            state = (False, 0 if any(new in name for new in _MAKES_NEW) else origins)
         for tensor in changed:
-            self._set(tensor, state if tensor.is_floating_point() else (state[0], 0))
+            self._set(tensor, (is_split, origins if tensor.is_floating_point() else 0))
         return result
+
+    def _state_of_result(self, operation: str, tensors: list[Tensor]) -> tuple[bool, int]:
+        """Return whether an operation's results are split and what they come from; note what it used."""
+        states = [self._state(tensor) for tensor in tensors]
+        origins = reduce(or_, (origin for _, origin in states), 0)
+        self.used |= origins
+        if _is_one_of(operation, _JOINS):
+            return False, 0
+        if any(is_split for is_split, _ in states):
+            self._meets_split(origins)
+            return True, 0
+        return False, 0 if _is_one_of(operation, _MAKES_NEW) else origins
 
     def trained(self) -> set[str]:
         """Return the parameters that want a gradient."""
@@ -319,6 +323,10 @@ class _Flow(TorchDispatchMode):
                     self._known[id(current)] = bit
                     self.parameters[bit] = current  # and keeps the address from being used again
         return self._known.get(id(param), 0)
+
+
+def _is_one_of(operation: str, kinds: Sequence[str]) -> bool:
+    return any(kind in operation for kind in kinds)
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -89,29 +89,31 @@ def _layers_of(
     """Return the layers that torch's styles split, and the rules that only transformers can follow."""
     modules = {name: module for name, module in model.named_modules() if name}
     params = [name for name, _ in model.named_parameters()]
+    matching = _matching_rules(plan, [*modules, *params])
+    if plan is given:  # the plan of a class of models may name layers that this one does without
+        for pattern in [pattern for pattern in plan if pattern not in matching]:
+            logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
+    if not matching:
+        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
     rest: dict[str, str] = {}
-    found = False
-    for pattern, style in plan.items():
-        names = [name for name in modules if is_called(name, pattern)]
-        of_params = any(is_called(name, pattern) for name in params)
-        if not names and not of_params:
-            if plan is given:  # the plan of a class of models may name layers that this one does without
-                logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
-            continue
-        found = True
+    for pattern, style in matching.items():
         if style in _LEFT_WHOLE:
             continue
-        if of_params or not (isinstance(style, ParallelStyle) or style in _STYLES):
+        is_torchs = isinstance(style, ParallelStyle) or style in _STYLES
+        if not is_torchs or any(is_called(name, pattern) for name in params):
             require_known_to_transformers(pattern, style, _STYLES)
             rest[pattern] = style
             continue
-        for name in names:
-            if not isinstance(modules[name], Placeholder):  # another process of the pipeline splits it
-                layers[name] = modules[name], _style(style, modules[name])
-    if not found:
-        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+        for name, module in modules.items():
+            if is_called(name, pattern) and not isinstance(module, Placeholder):  # of another process of the pipeline
+                layers[name] = module, _style(style, module)
     return layers, rest
+
+
+def _matching_rules(plan: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return the rules of a plan whose pattern fits one of the names."""
+    return {pattern: style for pattern, style in plan.items() if any(is_called(name, pattern) for name in names)}
 
 
 def _style(style: Any, module: nn.Module) -> ParallelStyle:
