@@ -89,12 +89,8 @@ def _layers_of(
     """Return the layers that torch's styles split, and the rules that only transformers can follow."""
     modules = {name: module for name, module in model.named_modules() if name}
     params = [name for name, _ in model.named_parameters()]
-    matching = _matching_rules(plan, [*modules, *params])
-    if plan is given:  # the plan of a class of models may name layers that this one does without
-        for pattern in [pattern for pattern in plan if pattern not in matching]:
-            logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
-    if not matching:
-        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+    # The plan of a class of models may name layers that this one does without.
+    matching = _matching_rules(plan, [*modules, *params], warns=plan is given)
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
     rest: dict[str, str] = {}
     for pattern, style in matching.items():
@@ -111,9 +107,15 @@ def _layers_of(
     return layers, rest
 
 
-def _matching_rules(plan: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return the rules of a plan whose pattern fits one of the names."""
-    return {pattern: style for pattern, style in plan.items() if any(is_called(name, pattern) for name in names)}
+def _matching_rules(plan: Mapping[str, Any], names: list[str], *, warns: bool) -> dict[str, Any]:
+    """Return the rules of a plan whose pattern fits one of the names; there must be one."""
+    matching = {pattern: style for pattern, style in plan.items() if any(is_called(name, pattern) for name in names)}
+    if warns:
+        for pattern in [pattern for pattern in plan if pattern not in matching]:
+            logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
+    if not matching:
+        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+    return matching
 
 
 def _style(style: Any, module: nn.Module) -> ParallelStyle:
