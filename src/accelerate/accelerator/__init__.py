@@ -593,7 +593,7 @@ class Accelerator(ProcessMethods):
 
     def _share_of_mean(self, loss: Tensor) -> Tensor:
         """Return what the backward pass of a mean loss begins with."""
-        self.strategy.look_at_mean(loss)
+        self.strategy.check_mean_loss(loss)
         return self.precision.scale(self.window.share_of_mean(loss))
 
     def _warn_that_no_optimizer_obeys(self) -> None:
@@ -825,7 +825,7 @@ class Accelerator(ProcessMethods):
             from ..inference.offload.offloaded import get_state_dict_offloaded_model
 
             return get_state_dict_offloaded_model(own)
-        return self.strategy.whole_state(own)
+        return self.strategy.full_state_dict(own)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk once: on the main process, or once per host with `save_on_each_node`.

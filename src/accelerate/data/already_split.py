@@ -26,7 +26,7 @@ from .order.orders import innermost_sampler
 _ROWS = 16  # of a Hugging Face data set, compared between ranks
 
 
-def stated_split(loader: DataLoader[Any], process_index: int) -> str | None:
+def declared_split(loader: DataLoader[Any], process_index: int) -> str | None:
     """Return what says that this data is split by rank, in words; None where it is whole. Call it on every rank."""
     dataset: Any = loader.dataset
     if isinstance(innermost_sampler(loader), DistributedSampler):
@@ -58,15 +58,15 @@ def _differs_between_ranks(dataset: Any, process_index: int) -> bool:
         None if indices is None else _checksum(indices),
         {} if indices is not None else _stored_columns(dataset),
     )
-    per_process = _of_every_process(process_index, mine)
+    per_process = _all_gather_by_process(process_index, mine)
     if len({(one.kind, one.length) for one in per_process}) > 1:
         return True
     if len({one.subset for one in per_process}) > 1:
-        return _are_disjoint(_of_every_process(process_index, indices or []))
-    return _agree_nowhere([one.columns for one in per_process])
+        return _are_disjoint(_all_gather_by_process(process_index, indices or []))
+    return _all_columns_differ([one.columns for one in per_process])
 
 
-def _agree_nowhere(per_process: list[dict[str, str]]) -> bool:
+def _all_columns_differ(per_process: list[dict[str, str]]) -> bool:
     """Tell whether every process has rows of its own: a random `map` leaves some column alike, a split leaves none."""
     seen = [(name, checksum) for columns in per_process for name, checksum in columns.items()]
     return all(per_process) and len(set(seen)) == len(seen)
@@ -85,7 +85,7 @@ def _are_disjoint(per_process: list[list[int]]) -> bool:
     return False
 
 
-def _of_every_process(process_index: int, mine: Any) -> list[Any]:
+def _all_gather_by_process(process_index: int, mine: Any) -> list[Any]:
     """Exchange something between processes that see different samples; of those that see the same, the last counts."""
     per_rank: list[Any] = [None] * Runtime.current().num_processes
     dist.all_gather_object(per_rank, (process_index, mine))

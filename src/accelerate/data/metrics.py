@@ -48,7 +48,7 @@ class PartialRound:
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         rows = tensor.shape[0] if tensor.dim() else 1
-        lengths = self._of_every_rank(rows, tensor.device)
+        lengths = self._gather_lengths(rows, tensor.device)
         per_sample = self._rows_per_sample(lengths) if tensor.dim() else 0
         if per_sample == 0 and self.is_alone:
             return tensor
@@ -63,7 +63,7 @@ class PartialRound:
         parts = (tensor if self.is_alone else gather(tensor, self.group)).split(longest)
         return torch.cat([part[:number] for part, number in zip(parts, kept, strict=True)])
 
-    def _of_every_rank(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
+    def _gather_lengths(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
         """Return the rows of every rank's result, and the samples of its batch."""
         mine = (rows, self.rows)
         if self.is_alone or not self.uneven:

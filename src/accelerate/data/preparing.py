@@ -13,12 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from ..config.enums import RNGType
 from ..errors.callers import warn
 from ..runtime.group.runtime import Runtime
-from .already_split import stated_split
+from .already_split import declared_split
 from .loaders.base import PreparedLoader
 from .loaders.dispatch import DataLoaderDispatcher
 from .loaders.shard import DataLoaderShard
-from .loaders.streams import IterableDatasetShard, TellingCollate
-from .order.orders import agreeing_sampler, with_sampler
+from .loaders.streams import IterableDatasetShard, MarkingCollate
+from .order.orders import synchronized_sampler, with_sampler
 from .order.sharding import BatchSamplerShard
 
 _LOADER_OPTIONS = (
@@ -76,15 +76,15 @@ def prepare_data_loader(
     process_index = runtime.process_index if process_index is None else process_index
     _warn_of_overridden_iter(dataloader, use_stateful_dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
-    split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
+    presharded = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
     dispatches = (is_stream and put_on_device) if dispatch_batches is None else dispatch_batches
-    obstacle = _obstacle_to_dispatching(split_elsewhere, num_processes != runtime.num_processes)
+    obstacle = _obstacle_to_dispatching(presharded, num_processes != runtime.num_processes)
     if dispatch_batches and obstacle is not None:
         warn(f"dispatch_batches=True has no effect on {obstacle}: each process reads its own.")
-    in_agreement = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
-    order = _agreeing_order(
+    num_synchronized = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
+    order = _synchronized_order(
         dataloader,
-        in_agreement,
+        num_synchronized,
         seedable=use_seedable_sampler,
         constant_memory=constant_memory_shuffle,
         data_seed=data_seed,
@@ -105,14 +105,14 @@ def prepare_data_loader(
             **loader_options(dataloader),
             **order.as_options(dataloader),
         )
-    share = _Share(num_processes, process_index, split_batches, even_batches)
-    read = share.of_split_data(dataloader, order) if split_elsewhere else share.of_loader(dataloader, order)
+    share = _Sharding(num_processes, process_index, split_batches, even_batches)
+    read = share.of_split_data(dataloader, order) if presharded else share.of_loader(dataloader, order)
     return DataLoaderShard(
         read.dataset,
-        rng_types=_synchronizable(rng_types, order.generator, in_agreement),
+        rng_types=_synchronizable(rng_types, order.generator, num_synchronized),
         synchronized_generator=order.generator,
         use_stateful_dataloader=use_stateful_dataloader,
-        _split_elsewhere=read.is_split,
+        _presharded=read.is_split,
         _num_processes=num_processes,
         **common,
         **{**loader_options(dataloader), **read.options},
@@ -136,7 +136,7 @@ def _obstacle_to_dispatching(split_by_rank: bool, ranks_share_samples: bool) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AgreeingOrder:
+class _SynchronizedOrder:
     """The samplers of a loader, made to agree across processes."""
 
     batch_sampler: Any = None
@@ -160,13 +160,13 @@ class _AgreeingOrder:
         return {"sampler": batches, "batch_size": None} if self.data_takes_lists else {"batch_sampler": batches}
 
 
-def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _AgreeingOrder:
+def _synchronized_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _SynchronizedOrder:
     if isinstance(loader.dataset, IterableDataset):
-        return _AgreeingOrder()
+        return _SynchronizedOrder()
     data_takes_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
     batch_sampler: Any = loader.sampler if data_takes_lists else loader.batch_sampler
     own: Any = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    agreed: Any = agreeing_sampler(own, **choice)
+    agreed: Any = synchronized_sampler(own, **choice)
     if agreed is not own and batch_sampler is not None:
         batch_sampler = with_sampler(batch_sampler, agreed)
     generator: Any = getattr(agreed, "generator", None) if agreed is own else None
@@ -174,7 +174,7 @@ def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) 
         generator = torch.Generator()  # else a weighted sampler draws differently on each process
         generator.manual_seed(torch.random.initial_seed())
         agreed.generator = generator
-    return _AgreeingOrder(
+    return _SynchronizedOrder(
         batch_sampler=batch_sampler,
         sampler=agreed,
         generator=generator if isinstance(generator, torch.Generator) else None,
@@ -183,7 +183,7 @@ def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) 
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ShardInputs:
     """What the loader of one process reads."""
 
     dataset: Any
@@ -193,7 +193,7 @@ class _Read:
     """The data set holds the samples of this rank only."""
 
 
-class _Share:
+class _Sharding:
     """One process's part of whatever a loader reads."""
 
     def __init__(self, num_processes: int, process_index: int, split_batches: bool, even_batches: bool) -> None:
@@ -202,30 +202,30 @@ class _Share:
         self.split_batches = split_batches
         self.even_batches = even_batches
 
-    def of_split_data(self, loader: DataLoader[Any], order: _AgreeingOrder, dataset: Any = None) -> _Read:
+    def of_split_data(self, loader: DataLoader[Any], order: _SynchronizedOrder, dataset: Any = None) -> _ShardInputs:
         """Read data that is split by rank as it is: the loader's data set, or a shard of it."""
         dataset = loader.dataset if dataset is None else dataset
         if isinstance(loader.dataset, IterableDataset):
             dataset = stream_of(loader, dataset)
-        return _Read(dataset, order.as_options(loader), is_split=True)
+        return _ShardInputs(dataset, order.as_options(loader), is_split=True)
 
-    def of_loader(self, loader: DataLoader[Any], order: _AgreeingOrder) -> _Read:
+    def of_loader(self, loader: DataLoader[Any], order: _SynchronizedOrder) -> _ShardInputs:
         """Divide what the loader reads."""
         dataset: Any = loader.dataset
         if not isinstance(dataset, IterableDataset):
-            return _Read(dataset, self.of_samples(order, loader))
-        if self.has_files_of_its_own(dataset):  # so that nobody reads what is not its own
+            return _ShardInputs(dataset, self.of_samples(order, loader))
+        if self.can_shard_files(dataset):  # so that nobody reads what is not its own
             own = dataset.shard(num_shards=self.num_processes, index=self.process_index)  # type: ignore[attr-defined]
             return self.of_split_data(loader, order, own)
         stream = self.of_stream(loader)
         options = {
-            "collate_fn": TellingCollate(loader.collate_fn),
+            "collate_fn": MarkingCollate(loader.collate_fn),
             "batch_size": stream.share if loader.batch_size is not None else None,
             "drop_last": False,  # the shard drops incomplete rounds by itself
         }
-        return _Read(stream, options)
+        return _ShardInputs(stream, options)
 
-    def has_files_of_its_own(self, dataset: Any) -> bool:
+    def can_shard_files(self, dataset: Any) -> bool:
         """Tell whether a Hugging Face stream has enough shards for every process to read other ones."""
         library: Any = sys.modules.get("datasets")
         is_theirs = library is not None and isinstance(dataset, library.IterableDataset)
@@ -243,10 +243,10 @@ class _Share:
             self.split_batches and loader.batch_size is not None,
         )
         stream.fills_last_round = self.num_processes > 1
-        stream.tells_last_round = True
+        stream.marks_last_round = True
         return stream
 
-    def of_samples(self, order: _AgreeingOrder, loader: DataLoader[Any]) -> dict[str, Any]:
+    def of_samples(self, order: _SynchronizedOrder, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the samplers of a map-style loader's part."""
         if self.num_processes == 1:
             return order.as_options(loader)
@@ -281,7 +281,7 @@ class _Unbatched:
 
 def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
     """Recognise data that every rank has already cut for itself, and say that it is used as it is."""
-    found = stated_split(loader, process_index)
+    found = declared_split(loader, process_index)
     if found is None:
         return False
     warn(
@@ -336,15 +336,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
             dataset,
             rng_types=dataloader.rng_types,
             synchronized_generator=dataloader.synchronized_generator,
-            _split_elsewhere=dataloader._split_elsewhere,
+            _presharded=dataloader._presharded,
             _num_processes=dataloader.num_processes,
             **options,
         )
-    _hand_over_position(dataloader, skipped, num_batches)
+    _transfer_position(dataloader, skipped, num_batches)
     return skipped
 
 
-def _hand_over_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
+def _transfer_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
     """Let the new loader finish the epoch that a loaded position is in; the old one goes on with the next."""
     position, dataloader._resume = dataloader._resume, None
     if position is not None:

@@ -203,7 +203,7 @@ class Strategy(ABC):
         else:  # every step comes here, and a call without ** is the cheaper one
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def look_at_mean(self, loss: Tensor) -> None:  # noqa: B027 - only parts of sequences are compared
+    def check_mean_loss(self, loss: Tensor) -> None:  # noqa: B027 - only parts of sequences are compared
         """See a mean loss before its backward pass; warn where processes must not weigh the same."""
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
@@ -251,7 +251,7 @@ class Strategy(ABC):
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         return [self._successors.get(param, param) for param in given]
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state of a whole model."""
         return model.state_dict()
 

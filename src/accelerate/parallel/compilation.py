@@ -23,7 +23,7 @@ from torch import nn
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
-from .modules.dtensors import is_spread
+from .modules.dtensors import any_dtensor
 from .modules.unwrapping import is_compiled_module
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class _Compiling:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
         return self._strategy.resume_sync(uncompiled(model))
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state of a whole model, with the names it has uncompiled."""
-        return self._strategy.whole_state(uncompiled(model))
+        return self._strategy.full_state_dict(uncompiled(model))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -71,7 +71,7 @@ class _Compiling:
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """Compile a model as the plugin says, unless it or a part of it is compiled already."""
     if has_compiled_regions(model):
-        _say("The model is compiled already, and stays as it is.")
+        _log_on_main("The model is compiled already, and stays as it is.")
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())
@@ -105,13 +105,13 @@ def _compile_blocks(module: nn.Module, options: dict[str, Any]) -> bool:
     blocks = list(compilable_blocks(module))
     name = type(module).__name__
     if not blocks:
-        _say(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
+        _log_on_main(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
         return False
     for block in blocks:
         if not _is_compiled(block):
             block.compile(**options)
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    _say(f"Compiled the {len(blocks)} blocks ({kinds}) of {name}; the rest runs eagerly.")
+    _log_on_main(f"Compiled the {len(blocks)} blocks ({kinds}) of {name}; the rest runs eagerly.")
     return True
 
 
@@ -137,7 +137,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Tell whether any parameter of a model is spread over a mesh."""
-    return is_spread(model.parameters())
+    return any_dtensor(model.parameters())
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -153,7 +153,7 @@ def _runs_torchs_own_forward(module: nn.Module) -> bool:
     return getattr(forward, "__module__", "torch.jit").startswith(("torch.nn.", "torch.jit"))
 
 
-def _say(text: str) -> None:
+def _log_on_main(text: str) -> None:
     if rank_of_this_process() == 0:
         logger.info(text)
 

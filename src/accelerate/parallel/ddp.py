@@ -28,7 +28,7 @@ class DataParallel(Strategy):
         super().__init__(runtime)
         self.handler = handler
         # Models with `static_graph` whose graph is not known yet.
-        self._unlearned: WeakSet[nn.Module] = WeakSet()
+        self._awaiting_static_graph: WeakSet[nn.Module] = WeakSet()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model in DDP, unless nothing in it is trained."""
@@ -45,11 +45,11 @@ class DataParallel(Strategy):
         return wrapped
 
     def _note_first_forward(self, model: nn.Module) -> None:
-        self._unlearned.add(model)
+        self._awaiting_static_graph.add(model)
 
         def note(*_: Any) -> None:
             if torch.is_grad_enabled():
-                self._unlearned.discard(model)
+                self._awaiting_static_graph.discard(model)
                 hook.remove()
 
         hook = model.register_forward_hook(note)
@@ -60,7 +60,7 @@ class DataParallel(Strategy):
         With `static_graph` the first backward pass is reduced all the same, because DDP learns the graph from it. That
         changes no sum: see [Note: averaging twice] in `averaging.py`.
         """
-        if not isinstance(model, DistributedDataParallel) or model in self._unlearned:
+        if not isinstance(model, DistributedDataParallel) or model in self._awaiting_static_graph:
             return nullcontext()
         return model.no_sync()
 

@@ -52,7 +52,7 @@ def strategy_for(
     sharding = sharding or FullyShardedDataParallelPlugin()
     if mixed_precision != "no":
         sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
-    mesh = Mesh.of(parallelism or _over_all(runtime, sharding), runtime)
+    mesh = Mesh.of(parallelism or _default_parallelism(runtime, sharding), runtime)
     if mesh.config.pp_enabled:
         from .pipeline.strategy import PipelineParallel
 
@@ -79,7 +79,7 @@ def _engines_of(
     return DeepSpeedEngines(runtime, plugins)
 
 
-def _over_all(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
+def _default_parallelism(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
     hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
     others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp")}  # and not the environment's
     return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts, **others)

@@ -43,12 +43,12 @@ class Fp8Precision(AmpPrecision):
         self.filter = settings.recipe.module_filter_func
         self.config = _config_of(settings.recipe, device)
         if self.config.emulate:
-            _say_that_it_is_emulated(device.type)
+            _log_emulation(device.type)
 
     def convert(self, model: nn.Module, to_fp8: Callable[..., None]) -> None:
         """Let linear layers compute in fp8, in place, and tell which."""
         if has_ao_layers(model):
-            _say(f"{type(model).__name__} has fp8 layers already, and stays as it is.")
+            _log_on_main(f"{type(model).__name__} has fp8 layers already, and stays as it is.")
             return
         chosen, left = _choice(model, self.filter)
         to_fp8(model, config=self.config, module_filter_func=self.filter)
@@ -101,7 +101,7 @@ def _choice(model: nn.Module, accepts: Filter | None) -> tuple[dict[str, nn.Line
     left: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            reason = _reason_in_its_making(name, module) or rules(name, module)
+            reason = _reason_by_type(name, module) or rules(name, module)
             if reason is None:
                 chosen[name] = module
             else:
@@ -109,7 +109,7 @@ def _choice(model: nn.Module, accepts: Filter | None) -> tuple[dict[str, nn.Line
     return chosen, left
 
 
-def _reason_in_its_making(name: str, module: nn.Linear) -> str | None:
+def _reason_by_type(name: str, module: nn.Linear) -> str | None:
     if name == "":
         return "it is the model itself, which cannot be exchanged"
     if type(module) is not nn.Linear:
@@ -140,7 +140,9 @@ def _report(model: nn.Module, chosen: list[str], left: dict[str, str]) -> None:
     rest = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()) or "none"
     model_name = type(model).__name__
     if chosen:
-        _say(f"{len(chosen)} linear layers of {model_name} compute in fp8: {', '.join(chosen)}. Left in bf16: {rest}.")
+        _log_on_main(
+            f"{len(chosen)} linear layers of {model_name} compute in fp8: {', '.join(chosen)}. Left in bf16: {rest}."
+        )
     elif rank_of_this_process() == 0:
         warn(f'mixed_precision="fp8" converts no layer of {model_name}, which runs in bf16: {rest}.')
 
@@ -196,10 +198,12 @@ def _fp8_linear() -> type[nn.Module]:
 
 
 @cache
-def _say_that_it_is_emulated(kind: str) -> None:
-    _say(f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and multiplies in a wider format, which is slower.")
+def _log_emulation(kind: str) -> None:
+    _log_on_main(
+        f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and multiplies in a wider format, which is slower."
+    )
 
 
-def _say(text: str) -> None:
+def _log_on_main(text: str) -> None:
     if rank_of_this_process() == 0:
         logger.info(text)

@@ -18,7 +18,7 @@ from ...runtime.loop.gradient_state import GradientState
 from ...runtime.loop.progress import progress
 from ..metrics import PartialRound
 from ..order.indices import IndexSource
-from ..order.orders import OrderKeeper, innermost_sampler
+from ..order.orders import OrderState, innermost_sampler
 from ..order.position import Position, PositionError
 from ..plan import DataPlan
 from .streams import IterableDatasetShard
@@ -65,7 +65,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         self.partial_round: PartialRound | None = None
         """The current round, where it is not full."""
-        self.keeper = OrderKeeper(self.get_sampler())
+        self.order_state = OrderState(self.get_sampler())
         self.index_source = self._new_index_source(super()._index_sampler)
         self._drop_last = drops_last
         self._non_blocking = non_blocking
@@ -85,7 +85,7 @@ class PreparedLoader(DataLoader[Any]):
         return super()._index_sampler if source is None else source
 
     def _new_index_source(self, samples: Any) -> IndexSource:
-        return IndexSource(samples, self.keeper)
+        return IndexSource(samples, self.order_state)
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -156,7 +156,7 @@ class PreparedLoader(DataLoader[Any]):
         while hasattr(holder, "batch_sampler"):
             holder = holder.batch_sampler
         holder.sampler = sampler
-        self.keeper.sampler = sampler
+        self.order_state.sampler = sampler
 
     def plan(self) -> DataPlan:
         """Return how the data is shared out: print it."""
@@ -186,9 +186,9 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, for whatever under this loader wants to know it."""
         self._is_in_epoch = False
-        self._tell_epoch(epoch)
+        self._propagate_epoch(epoch)
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _propagate_epoch(self, epoch: int) -> None:
         self.iteration = epoch
         told: set[int] = set()
         parts: list[Any] = [self.batch_sampler, self.sampler, self.get_sampler(), self.dataset]
@@ -209,15 +209,15 @@ class PreparedLoader(DataLoader[Any]):
             )
         if not self._is_in_epoch:
             position = Position(
-                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.keeper.key_of_next_epoch()
+                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.order_state.key_of_next_epoch()
             )
         elif self.end_of_dataloader:
-            position = Position(epoch=self.iteration + 1, begun=False, order=self.keeper.key_of_next_epoch())
+            position = Position(epoch=self.iteration + 1, begun=False, order=self.order_state.key_of_next_epoch())
         else:
             position = Position(
                 epoch=self.iteration,
                 batches=self.cursor.batches,
-                order=self.keeper.key(),
+                order=self.order_state.key(),
                 dataset=self._dataset_state(),
             )
         return {
@@ -230,12 +230,12 @@ class PreparedLoader(DataLoader[Any]):
         """Let the next iteration go on from a position, saved on this or another number of processes."""
         position = Position.from_dict(state_dict)
         position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
-        self._refuse_another_world(position)
+        self._require_same_world_size(position)
         self._resume = position
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
     @property
-    def is_amid_epoch(self) -> bool:
+    def is_mid_epoch(self) -> bool:
         """Tell whether an epoch was begun and has more batches."""
         return self._is_in_epoch and not self.end_of_dataloader
 
@@ -244,7 +244,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._resume is not None:
             self._resume = replace(self._resume, batches=0, dataset=None)
 
-    def _refuse_another_world(self, position: Position) -> None:
+    def _require_same_world_size(self, position: Position) -> None:
         """Raise `PositionError` for a position that does not hold on this number of processes."""
 
     def _dataset_state(self) -> Any:
@@ -276,10 +276,10 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         resume, self._resume = self._resume, None
         if resume is not None:
-            self._tell_epoch(resume.epoch)
+            self._propagate_epoch(resume.epoch)
             self._start = resume.batches_of(self.base_batch_size)
         else:  # an epoch that was left early is over
-            self._tell_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
+            self._propagate_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
             self._start = self.skip_batches
         self._is_in_epoch = True
         self.cursor.batches = self._start
@@ -333,11 +333,11 @@ class PreparedLoader(DataLoader[Any]):
             return None
         counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
         filled = self._fills_last()
-        rows = share if filled else counts[self._own_place()]
+        rows = share if filled else counts[self._data_rank()]
         alike = filled and not self.data_makes_batches
         return PartialRound(counts=counts, full=share, rows=rows, uneven=not alike, group=self.group)
 
-    def _own_place(self) -> int:
+    def _data_rank(self) -> int:
         """Return this process's number among those that see different samples."""
         return 0
 
@@ -346,14 +346,14 @@ class PreparedLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDatasetShard):
             return self._open_stream(self.dataset, resume)
         if isinstance(self.dataset, IterableDataset):  # handed to the class directly, without `prepare`
-            return self._read_on(super().__iter__())
-        self.index_source.start = self._index_place(self._start)
+            return self._fast_forward(super().__iter__())
+        self.index_source.start = self._index_start(self._start)
         if resume is None:
             return super().__iter__()
         self.index_source.key = resume.order
         if not resume.begun and "generator" in resume.order:
             # Saved between two epochs: the loader's own draw from this generator is still to come.
-            self.keeper.begin_epoch(self.index_source.key)
+            self.order_state.begin_epoch(self.index_source.key)
             self.index_source.key = None
         with generator_restored() if resume.begun else nullcontext():
             batches: Iterator[Any] = super().__iter__()
@@ -369,7 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         with generator_restored() if resume is not None and resume.begun else nullcontext():
             seeks = self._seek_stream(stream, resume)
             batches: Iterator[Any] = super().__iter__()
-            return batches if seeks else self._read_on(batches)
+            return batches if seeks else self._fast_forward(batches)
 
     def _seek_stream(self, stream: IterableDatasetShard, resume: Position | None) -> bool:
         """Let a stream begin at the position; return False if the loader has to read and drop batches instead."""
@@ -377,7 +377,7 @@ class PreparedLoader(DataLoader[Any]):
             stream.dataset.load_state_dict(resume.dataset)
             return True
         if resume is not None and self._start > 0:
-            self._tell_reading_on(stream)
+            self._warn_of_fast_forward(stream)
         if self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers):
             stream.samples_to_skip = self._stream_start() * stream.batch_size
             stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
@@ -390,13 +390,13 @@ class PreparedLoader(DataLoader[Any]):
             )
         return False
 
-    def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _fast_forward(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Read the batches before the position, and drop them."""
         for _ in progress(range(self._start // self.batches_per_read), "Reading on to the position", "batches"):
             next(batches, None)
         return batches
 
-    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+    def _warn_of_fast_forward(self, stream: IterableDatasetShard) -> None:
         remedy = (
             "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
             if stream.has_state
@@ -411,11 +411,11 @@ class PreparedLoader(DataLoader[Any]):
         """Return the batches of an iterable data set that were consumed."""
         return self._start
 
-    def _index_place(self, batches: int) -> int:
+    def _index_start(self, batches: int) -> int:
         """Return where the indices begin after so many base batches."""
         return batches
 
-    def _note_state(self) -> None:
+    def _snapshot_state(self) -> None:
         """Take note of the state before a batch is read ahead, which is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:

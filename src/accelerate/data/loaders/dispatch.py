@@ -162,22 +162,22 @@ class DataLoaderDispatcher(PreparedLoader):
                 others_wait = not is_last
         except Exception:
             if others_wait:
-                self._header(_FAILED)
+                self._broadcast_header(_FAILED)
             raise
         if others_wait:
-            self._header(_STOP)
+            self._broadcast_header(_STOP)
 
     def _read_rounds(self, resume: Position | None) -> Iterator[list[Any]]:
         batches = self._open(resume)
         while True:
-            self._note_state()
+            self._snapshot_state()
             taken = list(islice(batches, self.batches_per_round))
             if not taken or (self._drop_last and len(taken) < self.batches_per_round):
                 return
             yield taken
 
-    def _note_state(self) -> None:
-        super()._note_state()
+    def _snapshot_state(self) -> None:
+        super()._snapshot_state()
         if isinstance(self.dataset, IterableDatasetShard) and self.dataset.keeps_states:
             self._state_before_round = copy.deepcopy(self.dataset.dataset.state_dict())
 
@@ -235,20 +235,20 @@ class DataLoaderDispatcher(PreparedLoader):
             isinstance(leaf, Tensor) for leaf in leaves(parts[0])
         )
         if not alike:
-            self._header(_OBJECTS, is_last, num_real)
+            self._broadcast_header(_OBJECTS, is_last, num_real)
             received: list[Any] = [None]
             dist.scatter_object_list(received, parts, src=0)
             return parts[0]
         changed = layouts[0] != self._layout
-        self._header(_TENSORS, is_last, num_real, changed)
+        self._broadcast_header(_TENSORS, is_last, num_real, changed)
         if changed:
             self._layout = layouts[0]
             dist.broadcast_object_list([self._layout], src=0)
         flat = [leaves(part) for part in parts]
         for tensors in zip(*flat, strict=True):
-            on_wire = [tensor.to(self._wire).contiguous() for tensor in tensors]
-            dist.scatter(torch.empty_like(on_wire[0]), on_wire, src=0)
-            self.bytes_scattered += sum(tensor.nbytes for tensor in on_wire[1:])
+            staged = [tensor.to(self._comm_device).contiguous() for tensor in tensors]
+            dist.scatter(torch.empty_like(staged[0]), staged, src=0)
+            self.bytes_scattered += sum(tensor.nbytes for tensor in staged[1:])
         return parts[0]
 
     # --- the processes that receive -------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield part, is_last, num_real
 
     def _received_round(self) -> tuple[Any, bool, int]:
-        kind, is_last, num_real, changed = self._header()
+        kind, is_last, num_real, changed = self._broadcast_header()
         if kind == _STOP:
             return _NOTHING, True, -1
         if kind == _FAILED:
@@ -284,20 +284,22 @@ class DataLoaderDispatcher(PreparedLoader):
         return part, bool(is_last), num_real
 
     def _receive(self, info: TensorInformation) -> Tensor:
-        tensor = torch.empty(info.shape, dtype=info.dtype, device=self._wire)
+        tensor = torch.empty(info.shape, dtype=info.dtype, device=self._comm_device)
         dist.scatter(tensor, None, src=0)
         return tensor
 
     @property
-    def _wire(self) -> torch.device:
+    def _comm_device(self) -> torch.device:
         """Return where tensors travel: the device that the process group reaches."""
         return self._runtime.device
 
-    def _header(self, kind: int = 0, is_last: bool = False, num_real: int = -1, changed: bool = False) -> list[int]:
+    def _broadcast_header(
+        self, kind: int = 0, is_last: bool = False, num_real: int = -1, changed: bool = False
+    ) -> list[int]:
         """Tell every process what comes: the main process's numbers, and the seed of the order it reads in."""
         seed = getattr(self._sampler, "seed", None)
         numbers = [kind, is_last, num_real, changed, -1 if seed is None else seed]
-        header = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._wire)
+        header = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._comm_device)
         dist.broadcast(header, src=0)
         *told, seed = header.tolist()
         if isinstance(self._sampler, SynchronizedRandomSampler):
@@ -311,7 +313,7 @@ def slice_batch(
     """Take the same rows of every tensor, and of every list of things that are no containers (texts, ids)."""
     if isinstance(data, Tensor):
         return data[tensor_slice] if data.dim() else data
-    if _is_list_of_things(data):
+    if _is_list_of_samples(data):
         return data[tensor_slice]
     mapped = map_children(lambda child: slice_batch(child, tensor_slice), data)
     return data if mapped is None else mapped
@@ -322,7 +324,7 @@ def _is_sliceable(batches: list[Any]) -> bool:
     return all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches))
 
 
-def _is_list_of_things(data: Any) -> bool:
+def _is_list_of_samples(data: Any) -> bool:
     """Recognise one entry per sample: a list of texts or numbers, not of tensors or containers."""
     if not isinstance(data, list) or not data:
         return False
@@ -337,7 +339,7 @@ def _length(batch: Any) -> int:
     found: list[int] = []
 
     def walk(node: Any) -> Any:
-        if _is_list_of_things(node):
+        if _is_list_of_samples(node):
             found.append(len(node))
             return node
         map_children(walk, node)

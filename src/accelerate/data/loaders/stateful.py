@@ -64,7 +64,7 @@ class StatefulIndexSource(IndexSource):
     """A source of indices whose iterators torchdata can save."""
 
     def __init__(self, loader: StatefulLoader, samples: Any) -> None:
-        super().__init__(samples, loader.keeper)
+        super().__init__(samples, loader.order_state)
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,9 +79,9 @@ class StatefulLoader(PreparedLoader):
     """torchdata's class, which comes after the prepared ones among the bases."""
     _loaded: dict[str, Any] | None = None
     """A state that the next iteration goes on from."""
-    _gone_on_from: dict[str, Any] | None = None
+    _resumed_from: dict[str, Any] | None = None
     """The state that this iteration went on from."""
-    _before_reading_ahead: dict[str, Any] | None = None
+    _state_before_prefetch: dict[str, Any] | None = None
 
     def _new_index_source(self, samples: Any) -> IndexSource:
         return StatefulIndexSource(self, samples)
@@ -90,14 +90,14 @@ class StatefulLoader(PreparedLoader):
         """Return torchdata's state, as of the batches that were handed out; nothing before the first iteration."""
         if self._loaded is not None:
             return self._loaded
-        in_epoch = self.is_amid_epoch
+        in_epoch = self.is_mid_epoch
         if self._iterator is None:  # nothing was read yet, or another process reads for this one
             begun = self._is_in_epoch or self.iteration > 0
             position = self.position_at(self.iteration - (not self._is_in_epoch), self.cursor.batches)
             own = {"_sampler_iter_state": {"position": position.to_dict()}, "_iterator_finished": not in_epoch}
             return own if begun else {}
         if in_epoch:
-            return self._before_reading_ahead or self._state_now()
+            return self._state_before_prefetch or self._state_now()
         return {**self._state_now(), "_iterator_finished": True}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class StatefulLoader(PreparedLoader):
         if state_dict.get("_iterator_finished"):
             self._resume = Position(epoch=position.epoch + 1, begun=False)
         else:
-            self._refuse_another_world(position)
+            self._require_same_world_size(position)
             self._resume = position
             if _is_torchdatas(state_dict):
                 self.torchdata.load_state_dict(self, state_dict)
@@ -126,7 +126,7 @@ class StatefulLoader(PreparedLoader):
             epoch=epoch,
             batches=batches,
             batch_size=self.base_batch_size,
-            order={} if isinstance(self.dataset, IterableDataset) else self.keeper.key(),
+            order={} if isinstance(self.dataset, IterableDataset) else self.order_state.key(),
             num_processes=self.num_processes,
         )
 
@@ -138,7 +138,7 @@ class StatefulLoader(PreparedLoader):
     def seek(self, batches: int) -> None:
         """Let the next indices begin after so many base batches."""
         if not isinstance(self.dataset, IterableDataset):
-            self.index_source.start = self._index_place(batches)
+            self.index_source.start = self._index_start(batches)
 
     def _position_of(self, state: dict[str, Any]) -> Position:
         main = state.get("_snapshot", {}).get("_main_snapshot", state)  # apart where there are workers
@@ -153,8 +153,8 @@ class StatefulLoader(PreparedLoader):
         since = state.get("_steps_since_snapshot", 0) * self.batches_per_read
         return replace(position, batches=position.batches + since)
 
-    def _refuse_another_world(self, position: Position) -> None:
-        super()._refuse_another_world(position)
+    def _require_same_world_size(self, position: Position) -> None:
+        super()._require_same_world_size(position)
         if isinstance(self.dataset, IterableDataset) and position.num_processes != self.num_processes:
             raise PositionError(
                 f"torchdata counts the batches that one process read of an iterable data set, so this state holds for "
@@ -166,11 +166,11 @@ class StatefulLoader(PreparedLoader):
         state: dict[str, Any] = self.torchdata.state_dict(self)
         return state
 
-    def _note_state(self) -> None:
-        self._before_reading_ahead = self._state_now()
+    def _snapshot_state(self) -> None:
+        self._state_before_prefetch = self._state_now()
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
-        self._gone_on_from, self._loaded, self._before_reading_ahead = self._loaded, None, None
+        self._resumed_from, self._loaded, self._state_before_prefetch = self._loaded, None, None
         return super()._rounds(resume)
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
@@ -180,7 +180,7 @@ class StatefulLoader(PreparedLoader):
             self.dataset.begin(keep_states=False)
         with generator_restored() if resume is not None and resume.begun else nullcontext():
             batches: Iterator[Any] = self.torchdata.__iter__(self)
-            return batches if _is_torchdatas(self._gone_on_from) else self._read_on(batches)
+            return batches if _is_torchdatas(self._resumed_from) else self._fast_forward(batches)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class without torchdata, which is made anew."""

@@ -37,7 +37,7 @@ class BatchOfLastRound:
         return BatchOfLastRound(pin_memory(self.batch), self.num_real)  # type: ignore[no-untyped-call]
 
 
-class TellingCollate:
+class MarkingCollate:
     """Collate samples, and carry the mark of an incomplete round past the user's own collate function."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
@@ -82,7 +82,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.samples_to_skip = 0
         self.rng_while_skipping: torch.Tensor | None = None
         """State of torch's generator when the epoch began, for data that is drawn from it."""
-        self.tells_last_round = False
+        self.marks_last_round = False
         """Yield the samples of an incomplete round as `SampleOfLastRound`."""
         self.keeps_states = False
         """Keep the data set's own state from before every round that was read."""
@@ -128,7 +128,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         head: list[Any] = []
         samples = iter(self.dataset)
         if self.samples_to_skip:
-            head = self._read_on(samples)
+            head = self._fast_forward(samples)
         while True:
             if self.keeps_states:
                 self.states.append(copy.deepcopy(self.dataset.state_dict()))
@@ -144,10 +144,10 @@ class IterableDatasetShard(IterableDataset[Any]):
             num_real = len(gathered)
             last = filled(gathered, head, self.round_size) if self.fills_last_round else gathered
             for sample in last[mine]:
-                yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
+                yield SampleOfLastRound(sample, num_real) if self.marks_last_round else sample
             return
 
-    def _read_on(self, samples: Iterator[Any]) -> list[Any]:
+    def _fast_forward(self, samples: Iterator[Any]) -> list[Any]:
         """Read the samples before the position; return the first round of them, which fills up the last one."""
         skip, self.samples_to_skip = self.samples_to_skip, 0
         rng, self.rng_while_skipping = self.rng_while_skipping, None

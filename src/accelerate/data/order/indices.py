@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from .orders import OrderKeeper, sized_sampler
+from .orders import OrderState, sized_sampler
 from .sharding import BatchSamplerShard
 
 
@@ -44,9 +44,9 @@ class IndexSource:
     It is one object for the life of the loader, because persistent workers keep it between epochs.
     """
 
-    def __init__(self, samples: Any, keeper: OrderKeeper) -> None:
+    def __init__(self, samples: Any, order_state: OrderState) -> None:
         self.samples = samples
-        self.keeper = keeper
+        self.order_state = order_state
         self.start = 0
         self.key: dict[str, Any] | None = None
         """What the next epoch's order is to be drawn from; None to draw a new one."""
@@ -71,7 +71,7 @@ class IndexSource:
     def _indices(self) -> Iterator[Any]:
         """Begin the epoch's order when the first indices are asked for, as the plain loader does."""
         start, key, self.start, self.key = self.start, self.key, 0, None
-        self.keeper.begin_epoch(key)
+        self.order_state.begin_epoch(key)
         if isinstance(self.samples, BatchSamplerShard):
             yield from self.samples.iterate_from(start)
         elif sized_sampler(self.samples) is not None:

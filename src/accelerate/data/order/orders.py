@@ -85,7 +85,7 @@ class SynchronizedRandomSampler(RandomSampler):
         """Only this process draws the order, so there is nobody to agree with."""
         self._next_seed: int | None = None
 
-    def draw_again(self, seed: int) -> None:
+    def set_next_seed(self, seed: int) -> None:
         """Let the next epoch have the order of this seed."""
         self._next_seed = seed
 
@@ -185,7 +185,7 @@ def read_order(sampler: Any) -> Order:
     return DrawnOrder(sampler)
 
 
-def agreeing_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, data_seed: int | None) -> Any:
+def synchronized_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, data_seed: int | None) -> Any:
     """Replace a random sampler by one that agrees across processes; leave others as they are.
 
     A sampler with a generator of its own keeps it: the loader gives every process rank 0's state of it.
@@ -212,7 +212,7 @@ def with_sampler(batch_sampler: Any, sampler: Any) -> Any:
     return changed
 
 
-class OrderKeeper:
+class OrderState:
     """Remember what an epoch's order was drawn from, and let it be drawn again.
 
     A key is plain data under one name: the `seed` of this epoch, the `initial_seed` of all epochs, the state of the
@@ -256,7 +256,7 @@ class OrderKeeper:
         """Let the next order be drawn from what a key holds."""
         sampler = self.sampler
         if key.get("seed") is not None and isinstance(sampler, SynchronizedRandomSampler):
-            sampler.draw_again(key["seed"])
+            sampler.set_next_seed(key["seed"])
         elif "initial_seed" in key and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = key["initial_seed"]
         elif "generator" in key and getattr(sampler, "generator", None) is not None:

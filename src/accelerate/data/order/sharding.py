@@ -121,7 +121,7 @@ class BatchSamplerShard(BatchSampler):
         elif self.split_batches:
             yield from self._split_stream(start)
         else:
-            yield from self._dealt_stream(start)
+            yield from self._round_robin_stream(start)
 
     def _num_rounds(self, num_samples: int) -> int:
         round_size = self.share * self.num_processes
@@ -161,7 +161,7 @@ class BatchSamplerShard(BatchSampler):
 
     # A custom batch sampler is only known by iterating over it.
 
-    def _dealt_stream(self, start: int) -> Iterator[list[Any]]:
+    def _round_robin_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[list[Any]] = []  # the batches of the first round, to fill up the last
         held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
         dealt: list[list[Any]] = []

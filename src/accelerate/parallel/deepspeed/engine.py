@@ -110,7 +110,7 @@ class EngineOptimizer(Optimizer):
         self.step_was_skipped = False
         """The last step was left out because an fp16 gradient overflowed."""
         self._has_gradients = False
-        self._is_finished = False
+        self._is_reduced = False
         self._clips_at: float = engine.gradient_clipping()
 
     # The engine owns the state; Optimizer.__init__ is not called.
@@ -163,19 +163,19 @@ class EngineOptimizer(Optimizer):
     def received_gradients(self) -> None:
         """Note that there is something to step with, or to forget."""
         self._has_gradients = True
-        self._is_finished = False
+        self._is_reduced = False
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters."""
         if closure is not None:
             raise UnsupportedSettingError("step(closure)", "DeepSpeed has no such step.", "Call backward() before it.")
-        if self._is_finished:
-            with _nothing_left_to_finish(self.engine):
+        if self._is_reduced:
+            with _without_reduction(self.engine):
                 self.engine.step()
         else:
             self.engine.step()
         self.step_was_skipped = not self.engine.was_step_applied()
-        self._has_gradients = self._is_finished = False
+        self._has_gradients = self._is_reduced = False
         if self.engine.gradient_clipping() != self._clips_at:
             self._clip_at(self._clips_at)
 
@@ -191,7 +191,7 @@ class EngineOptimizer(Optimizer):
             zero.micro_step_id = 0 if self.engine.zero_optimization_partition_weights() else -1
         zero.zero_grad()
         self.engine.zero_grad()
-        self._has_gradients = self._is_finished = False
+        self._has_gradients = self._is_reduced = False
 
     # --- gradients before the step ------------------------------------------------------------------------------------
 
@@ -237,8 +237,8 @@ class EngineOptimizer(Optimizer):
     def gradients(self) -> list[Tensor]:
         """Return this process's part of the finished gradients. See [Note: who finishes a window]."""
         engine, zero = self.engine, self.engine.optimizer
-        if not self._is_finished and self._has_gradients:
-            self._finish()
+        if not self._is_reduced and self._has_gradients:
+            self._reduce()
         if not engine.zero_optimization():
             return [param.grad for param in engine.module.parameters() if param.grad is not None]
         if engine.zero_use_cpu_optimizer():
@@ -254,7 +254,7 @@ class EngineOptimizer(Optimizer):
             gradient for group in zero.averaged_gradients.values() for gradient in group or () if gradient is not None
         ]
 
-    def _finish(self) -> None:
+    def _reduce(self) -> None:
         engine = self.engine
         engine._running_engine_step = True  # what makes a boundary of this place
         try:
@@ -264,7 +264,7 @@ class EngineOptimizer(Optimizer):
                 engine.allreduce_gradients()
         finally:
             engine._running_engine_step = False
-        self._is_finished = True
+        self._is_reduced = True
 
     def _clip_at(self, max_norm: float) -> None:
         self.engine._config.gradient_clipping = max_norm
@@ -276,7 +276,7 @@ class EngineOptimizer(Optimizer):
 
 
 @contextmanager
-def _nothing_left_to_finish(engine: Any) -> Iterator[None]:
+def _without_reduction(engine: Any) -> Iterator[None]:
     zero, reduces = engine.optimizer, engine.enable_backward_allreduce
     engine.enable_backward_allreduce = False
     zero.finalize_gradient_accumulation_boundary = lambda: None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
-def completed(
+def complete_config(
     plugin: DeepSpeedPlugin,
     bundle: Bundle,
     data_ranks: int,

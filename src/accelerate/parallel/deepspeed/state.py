@@ -36,7 +36,7 @@ class DeepSpeedState(EngineState):
 
     def capture(self) -> dict[str, Any]:
         """Return what this process saves, file by file; all processes call it."""
-        with tempfile.TemporaryDirectory() as folder, _through(self.engine, _files_in_memory()) as kept:
+        with tempfile.TemporaryDirectory() as folder, _using_checkpoint_engine(self.engine, _files_in_memory()) as kept:
             self.engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
         return dict(kept.files)
 
@@ -71,7 +71,7 @@ class DeepSpeedState(EngineState):
         here = self.engine.zero_optimization_stage()
         if there != here:
             return f"ZeRO-{int(here)} here and ZeRO-{int(there)} in the checkpoint"
-        if self._comes_from_another_world(model_state) and (reason := self._bound_to_its_world(states)):
+        if self._has_other_world_size(model_state) and (reason := self._reason_against_resharding(states)):
             return f"the checkpoint was saved on {model_state['dp_world_size']} ranks, and {reason}"
         own, saved = self._own_shapes(), _shapes(model_state["param_shapes"], model_state["module"])
         if own != saved:
@@ -83,10 +83,10 @@ class DeepSpeedState(EngineState):
         zero = self.engine.zero_optimization() and self.engine.optimizer is not None
         return _shapes(self.engine._get_zero_param_shapes() if zero else None, self.engine.module.state_dict())
 
-    def _comes_from_another_world(self, model_state: Mapping[str, Any]) -> bool:
+    def _has_other_world_size(self, model_state: Mapping[str, Any]) -> bool:
         return bool(self.engine.zero_optimization() and model_state["dp_world_size"] != self._world_size)
 
-    def _bound_to_its_world(self, states: Mapping[str, Any]) -> str | None:
+    def _reason_against_resharding(self, states: Mapping[str, Any]) -> str | None:
         """Say why states cannot be laid out for another number of ranks, if they cannot."""
         if self.engine.has_moe_layers or self.engine.mp_world_size > 1:
             return "DeepSpeed's experts and tensor parallelism must be loaded on the number of ranks that saved them"
@@ -99,10 +99,10 @@ class DeepSpeedState(EngineState):
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
         """Take what was read; all processes call it."""
         model_state = next(state for state in states.values() if "module" in state)
-        if self._comes_from_another_world(model_state):
-            self._restore_universally(folder)
+        if self._has_other_world_size(model_state):
+            self._restore_universal(folder)
             return
-        with _through(self.engine, _files_in_memory(states)):
+        with _using_checkpoint_engine(self.engine, _files_in_memory(states)):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class DeepSpeedState(EngineState):
         if path is None:
             raise ValueError(f"DeepSpeed found nothing to load in {folder}")
 
-    def _restore_universally(self, folder: Path) -> None:
+    def _restore_universal(self, folder: Path) -> None:
         """Load on another number of ranks, by DeepSpeed's universal form, which is made for the time of the load.
 
         Its converter loads pickles. The files in this folder were read as data before, and found to be nothing else.
@@ -192,7 +192,7 @@ def _files_in_memory(files: Mapping[str, Any] | None = None) -> Any:
 
 
 @contextmanager
-def _through(engine: Any, files: Any) -> Iterator[Any]:
+def _using_checkpoint_engine(engine: Any, files: Any) -> Iterator[Any]:
     before, engine.checkpoint_engine = engine.checkpoint_engine, files
     try:
         yield files

@@ -30,7 +30,7 @@ from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..base import Bundle, Capabilities, EngineState, Strategy, params_of
 from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_behind
-from .filling import completed
+from .filling import complete_config
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class DeepSpeedEngines(Strategy):
         super().__init__(runtime)
         self.plugins = plugins
         self._engines: list[weakref.ref[EngineOptimizer]] = []
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._all_engines: weakref.WeakSet[Any] = weakref.WeakSet()
         load_deepspeed(runtime)
 
     @property
@@ -123,7 +123,7 @@ class DeepSpeedEngines(Strategy):
 
         plugin = self.plugin
         plugin.set_moe_leaf_modules(model)
-        claims = completed(plugin, bundle, self.num_data_ranks, model, optimizer, scheduler)
+        claims = complete_config(plugin, bundle, self.num_data_ranks, model, optimizer, scheduler)
         config = claims.config
         if optimizer is None or not isinstance(optimizer, DummyOptim):
             if optimizer is not None and "optimizer" in config:
@@ -151,7 +151,7 @@ class DeepSpeedEngines(Strategy):
             lr_scheduler=None if scheduler is None else scheduler.lr_scheduler_callable,
             config=config,
         )
-        self._made.add(engine)
+        self._all_engines.add(engine)
         return engine
 
     def _fit_for_offload(self, optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
@@ -224,7 +224,7 @@ class DeepSpeedEngines(Strategy):
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's state; where parameters are partitioned, on the main process, and elsewhere an empty one."""
         engine = self._engine_of(model)
         if engine is None or not (engine.zero_optimization_partition_weights() or engine.autotp_size() > 1):
@@ -238,7 +238,7 @@ class DeepSpeedEngines(Strategy):
         return state or {}
 
     def _engine_of(self, model: nn.Module) -> Any:
-        return next((engine for engine in self._made if model in (engine, engine.module)), None)
+        return next((engine for engine in self._all_engines if model in (engine, engine.module)), None)
 
     def engine_states(self, models: Sequence[nn.Module]) -> list[EngineState | None]:
         """Return for each model the engine that owns its state and its optimizer's: None where none does."""
@@ -274,13 +274,13 @@ def load_deepspeed(runtime: Runtime) -> Any:
         # It is compiled by every first run, and a run that is ended meanwhile leaves a lock that hangs all later ones.
         deepspeed.ops.__compatible_ops__[_COMPILED_ON_FIRST_USE] = False
     if comm.cdb is not None and getattr(comm, "_group_of_accelerate", None) is not dist.group.WORLD:
-        _forget_groups(comm)
+        _reset_groups(comm)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     comm._group_of_accelerate = dist.group.WORLD
     return deepspeed
 
 
-def _forget_groups(comm: Any) -> None:
+def _reset_groups(comm: Any) -> None:
     """Let DeepSpeed forget the groups of a process group that was closed; it keeps them in globals."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init

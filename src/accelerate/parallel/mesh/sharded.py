@@ -22,16 +22,16 @@ from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
 from ..base import Capabilities, Steps, Strategy, params_of
 from ..modules import materialising
-from ..modules.averaging import WholeModules, begin_equal
-from ..modules.dtensors import gathered, mesh_of, require_plain, spread_like, whole
+from ..modules.averaging import UnshardedParameters, broadcast_parameters
+from ..modules.dtensors import distribute_like, gathered, mesh_of, require_plain, whole
 from ..modules.means import divisors_of
 from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
-from .context.positions import Cut, FirstPass, require_torchs_attention
+from .context.positions import PositionCheck, SplitBuffers, require_sdpa
 from .context.ring import require_no_recurrence, split_sequences
 from .tensor.plans import split_layers
 
-_MOST_DIVISORS = 4
+_MAX_DIVISORS = 4
 
 
 class MeshParallel(Strategy):
@@ -51,10 +51,10 @@ class MeshParallel(Strategy):
                 "Load the model on every process.",
             )
         self.capabilities = Capabilities(defers_sync=shards)
-        self._whole_modules: MutableMapping[nn.Module, WholeModules] = WeakKeyDictionary()
-        self._cut: Cut | None = None
+        self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+        self._split_buffers: SplitBuffers | None = None
         """What `split_sequences` has cut at the moment."""
-        self._first_passes: MutableMapping[nn.Module, FirstPass] = WeakKeyDictionary()
+        self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = mesh.size("cp") > 1
 
     # --- who shares what --------------------------------------------------------------------------------------------
@@ -93,32 +93,32 @@ class MeshParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split, recompute and shard a model in place, as far as each was asked for."""
-        model = self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
-        self._wait_for_first_pass(model)
+        model = self._parallelize(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
+        self._register_position_check(model)
         return model
 
-    def _wait_for_first_pass(self, model: nn.Module) -> None:
+    def _register_position_check(self, model: nn.Module) -> None:
         """Check how a model treats positions; after sharding, whose hooks must not run before this one."""
         if self.mesh.size("cp") > 1:
-            self._first_passes[model] = FirstPass(model, lambda: self._cut, self.gradient_group)
+            self._position_checks[model] = PositionCheck(model, lambda: self._split_buffers, self.gradient_group)
 
-    def _spread(self, model: nn.Module, steps: Steps) -> nn.Module:
+    def _parallelize(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
         tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
         require_plain(model, tp)
         if self.mesh.size("cp") > 1:
             require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
-            require_torchs_attention(model)
+            require_sdpa(model)
         if tp is not None:
             split_layers(model, self.mesh.config.tp_plan, tp)
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
         if self.mesh.sharding is not None:
             model = steps.shard(model)
-        self._follow(before, model)
+        self._record_successors(before, model)
         return model
 
-    def _follow(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+    def _record_successors(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
         """Note which parameters have taken the places of others."""
         for name, param in model.named_parameters(remove_duplicate=False):
             old = before.get(own_name(name))
@@ -133,7 +133,7 @@ class MeshParallel(Strategy):
         """Shard a model in place."""
         before = dict(model.named_parameters(remove_duplicate=False))
         self._shard(model, units_of(model, self.plugin))
-        self._follow(before, model)
+        self._record_successors(before, model)
         return model
 
     def _steps_over(self, units: list[nn.Module]) -> Steps:
@@ -149,7 +149,7 @@ class MeshParallel(Strategy):
                 "transformer_cls_names_to_wrap."
             )
         for unit in units:
-            unit.forward = Recomputed(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
+            unit.forward = CheckpointedForward(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
         return model
 
     def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
@@ -169,11 +169,11 @@ class MeshParallel(Strategy):
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_where_no_backward_follows)
         if from_first:
-            materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
-        self._keep_whole(model, parameters_in(ignored))
+            materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
+        self._keep_unsharded(model, parameters_in(ignored))
         if self.mesh.size("dp_replicate") > 1 and not from_first:
             shards = [param for param in model.parameters() if mesh_of(param) is not None]
-            begin_equal(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
+            broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
         return model
 
     def _unit_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -189,12 +189,12 @@ class MeshParallel(Strategy):
             outer["mp_policy"] = policy
         return inner, outer
 
-    def _keep_whole(self, model: nn.Module, params: list[nn.Parameter]) -> None:
+    def _keep_unsharded(self, model: nn.Module, params: list[nn.Parameter]) -> None:
         """Move parameters that are not sharded to the device, and average their gradients."""
         for param in params:
             param.data = param.data.to(self.runtime.device)
         if params:
-            self._whole_modules[model] = WholeModules(params, self.gradient_group, self.runtime.device)
+            self._unsharded[model] = UnshardedParameters(params, self.gradient_group, self.runtime.device)
 
     def _offload_policy(self) -> Any:
         policy = self.plugin.cpu_offload
@@ -208,7 +208,7 @@ class MeshParallel(Strategy):
         for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
-                    optimizer.state[param][name] = spread_like(value, param)
+                    optimizer.state[param][name] = distribute_like(value, param)
         if len({mesh_of(param) for param in params}) > 1:
             for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
                 if "foreach" in group:
@@ -229,7 +229,7 @@ class MeshParallel(Strategy):
         if not isinstance(model, FSDPModule):
             yield
             return
-        beside = self._whole_modules.get(model)
+        beside = self._unsharded.get(model)
         model.set_requires_gradient_sync(synchronises)
         try:
             with nullcontext() if beside is None else beside.averaging(synchronises):
@@ -244,29 +244,29 @@ class MeshParallel(Strategy):
         handler = self.mesh.config.cp_handler
         if self.mesh.size("cp") == 1 or handler is None:
             return nullcontext()
-        return self._noting(
+        return self._recording(
             [(buffer, dim % buffer.dim()) for buffer, dim in zip(buffers, dims, strict=False)],
             split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore),
         )
 
     @contextmanager
-    def _noting(self, cut: Cut, splitting: AbstractContextManager[None]) -> Iterator[None]:
+    def _recording(self, cut: SplitBuffers, splitting: AbstractContextManager[None]) -> Iterator[None]:
         with splitting:
-            self._cut = cut
+            self._split_buffers = cut
             try:
                 yield
             finally:
-                self._cut = None
+                self._split_buffers = None
 
-    def look_at_mean(self, loss: Tensor) -> None:
+    def check_mean_loss(self, loss: Tensor) -> None:
         """Say once, at the script's line, that the parts of a sequence are means over different numbers of items."""
-        if not self._compares_means or self._cut is None:
+        if not self._compares_means or self._split_buffers is None:
             return
-        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MOST_DIVISORS]
-        counts = torch.tensor(found + [0.0] * (_MOST_DIVISORS - len(found)), device=self.runtime.device)
+        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MAX_DIVISORS]
+        counts = torch.tensor(found + [0.0] * (_MAX_DIVISORS - len(found)), device=self.runtime.device)
         extremes = torch.cat([counts, -counts])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.mesh.axis("cp").get_group())
-        most, least = (part.tolist() for part in (extremes[:_MOST_DIVISORS], -extremes[_MOST_DIVISORS:]))
+        most, least = (part.tolist() for part in (extremes[:_MAX_DIVISORS], -extremes[_MAX_DIVISORS:]))
         for high, low in zip(most, least, strict=True):
             if high != low:
                 self._compares_means = False
@@ -305,7 +305,7 @@ class MeshParallel(Strategy):
         """Tell whether every process saves its own part."""
         return self.plugin.saves_shards
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
         state = gathered(model.state_dict())
         if not self.runtime.is_main_process:
@@ -326,7 +326,7 @@ def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: An
         cast(FSDPModule, model).reshard()
 
 
-class Recomputed:
+class CheckpointedForward:
     """A forward pass that keeps its inputs only, on the host if asked to, and runs again in the backward pass."""
 
     def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:

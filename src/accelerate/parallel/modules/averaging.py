@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from .dtensors import local, part_of
+from .dtensors import dtensor_like, local
 
 _BUCKET = 25_000_000
 """Elements that travel in one all-reduce: enough to use the network, few enough to copy."""
@@ -65,7 +65,7 @@ def _average_bucket(params: Sequence[Tensor], group: Any) -> None:
         if gradient is not None:
             gradient.copy_(average.view_as(gradient))
         elif users > 0:
-            param.grad = part_of(param, average.view_as(local(param)).clone())
+            param.grad = dtensor_like(param, average.view_as(local(param)).clone())
 
 
 def _averaged(tensor: Tensor, group: Any) -> Tensor:
@@ -75,7 +75,7 @@ def _averaged(tensor: Tensor, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def begin_equal(params: Iterable[Tensor], group: Any, device: torch.device) -> None:
+def broadcast_parameters(params: Iterable[Tensor], group: Any, device: torch.device) -> None:
     """Give every process of a group the values that the first one has."""
     for param in params:
         for tensor in _memories(local(param.detach())):
@@ -93,7 +93,7 @@ def _memories(tensor: Tensor) -> Iterator[Tensor]:
         yield from _memories(getattr(tensor, name))
 
 
-class WholeModules:
+class UnshardedParameters:
     """The parameters of modules that stay whole beside sharded ones: equal at first, and kept equal.
 
     Their gradients are averaged at the end of every backward pass that reaches one of them, unless that is put off. See
@@ -105,7 +105,7 @@ class WholeModules:
         self.group = group
         self._averages = True
         self._is_due = False
-        begin_equal(self.params, group, device)
+        broadcast_parameters(self.params, group, device)
         for param in self.params:
             if not param.is_floating_point() and not param.is_complex():
                 continue  # quantised: it will never train

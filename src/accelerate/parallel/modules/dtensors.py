@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...runtime.collectives.operations import mesh_of, whole
 
-__all__ = ["gathered", "is_spread", "local", "mesh_of", "part_of", "require_plain", "spread_like", "whole"]
+__all__ = ["any_dtensor", "distribute_like", "dtensor_like", "gathered", "local", "mesh_of", "require_plain", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
-def is_spread(tensors: Iterable[Tensor]) -> bool:
+def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Tell whether any of these lives on more than one process."""
     return any(mesh_of(tensor) is not None for tensor in tensors)
 
@@ -60,7 +60,7 @@ def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-def part_of(tensor: Tensor, own: Tensor) -> Tensor:
+def dtensor_like(tensor: Tensor, own: Tensor) -> Tensor:
     """Return a tensor that is spread like this one, of which this process holds `own`."""
     if mesh_of(tensor) is None:
         return own
@@ -70,7 +70,7 @@ def part_of(tensor: Tensor, own: Tensor) -> Tensor:
     return DTensor(own, spread._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
+def distribute_like(value: Tensor, like: Tensor) -> Tensor:
     """Return this process's part of a whole tensor, as `like` is spread; every process has the whole one already."""
     if mesh_of(like) is None or mesh_of(value) is not None:
         return value

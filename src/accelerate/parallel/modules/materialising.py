@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...runtime.modules import names_in_common, owner_of
-from .dtensors import local, spread_like
+from .dtensors import distribute_like, local
 
 
 class Ties:
@@ -68,18 +68,18 @@ def initialise(module: nn.Module, device: torch.device, initialise_one: Callable
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
     """Return memory for a tensor, full of what nobody initialises with."""
     empty = torch.empty_like(tensor, device=device)
-    mark = _mark(tensor.dtype)
+    mark = _sentinel(tensor.dtype)
     return empty if mark is None else empty.fill_(mark)
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    mark = _mark(tensor.dtype)
+    mark = _sentinel(tensor.dtype)
     if mark is None or tensor.numel() == 0:
         return False
     return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
 
 
-def _mark(dtype: torch.dtype) -> float | None:
+def _sentinel(dtype: torch.dtype) -> float | None:
     if dtype.is_floating_point:
         return math.nan if dtype.itemsize > 1 else None
     return None if dtype.is_complex or dtype == torch.bool else torch.iinfo(dtype).min
@@ -103,7 +103,7 @@ def to_meta(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
+def load_from_rank_zero(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
     """Give every process its shards of the parameters that the first one holds, and all of its buffers.
 
     Buffers that are not saved count too: nothing else would fill those of a model that was made on the meta device.
@@ -129,7 +129,7 @@ def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device
     for name, target in targets.items():
         value = held[name].to(device) if held else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(value, src=0)
-        local(target).copy_(local(spread_like(value, target)))
+        local(target).copy_(local(distribute_like(value, target)))
     if extra:
         model.load_state_dict(extra, strict=False)
 

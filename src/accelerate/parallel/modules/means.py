@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-_MOST_NODES = 32
+_MAX_NODES = 32
 _MEAN, _SUM = 1, 2  # torch's codes for the reduction of a loss
 
 
@@ -18,7 +18,7 @@ def divisors_of(loss: Tensor) -> list[Any]:
     """Return the numbers that a loss, or the losses that it is a sum of, were divided by: tensors or plain numbers."""
     found: list[Any] = []
     waiting = [loss.grad_fn]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not waiting:
             break
         node = waiting.pop(0)

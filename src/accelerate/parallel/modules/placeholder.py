@@ -9,15 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.collectives.nested import leaves
 
-_MOST_KNOWN = 64
+_MAX_CACHED = 64
 
 
 class Placeholder(nn.Module):
     """Stand in for a part that another stage owns: it returns fake tensors of the right shapes."""
 
-    def __init__(self, ghost: nn.Module) -> None:
+    def __init__(self, meta_module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["ghost"] = ghost  # not as a submodule: it has no state to save or train
+        self.__dict__["meta_module"] = meta_module  # not as a submodule: it has no state to save or train
         self.__dict__["_known"] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,12 +31,12 @@ class Placeholder(nn.Module):
             if key in self._known:
                 return self._known[key]
         except TypeError:  # an argument that cannot be compared
-            return self.ghost(*args, **kwargs)
+            return self.meta_module(*args, **kwargs)
         versions = _versions(given)
-        result = self.ghost(*args, **kwargs)
+        result = self.meta_module(*args, **kwargs)
         without_data = all(leaf is None or isinstance(leaf, FakeTensor) for leaf in leaves(result))
         if without_data and _versions(given) == versions:
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[key] = result
         return result
@@ -49,7 +49,7 @@ class Placeholder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["ghost"], name)
+            return getattr(self.__dict__["meta_module"], name)
 
 
 def _versions(data: list[Any]) -> list[int]:

@@ -24,7 +24,7 @@ def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
     stay with the model.
     """
     wanted = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    chosen = [module for module in _inside_out(model) if module is not model and wanted(module)]
+    chosen = [module for module in _post_order(model) if module is not model and wanted(module)]
     tied = _modules_with_shared_weights(model, chosen)
     if tied:
         names = {id(module): name for name, module in model.named_modules()}
@@ -64,7 +64,7 @@ def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
     paths = {id(module): path for path, module in model.named_modules()}
 
     def is_named(module: nn.Module, name: str) -> bool:
-        return type(module).__name__ == name or is_called(paths[id(module)], name)
+        return type(module).__name__ == name or matches_pattern(paths[id(module)], name)
 
     missing = [name for name in names if not any(is_named(module, name) for module in model.modules())]
     if len(missing) == len(names):
@@ -75,7 +75,7 @@ def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
     return lambda module: any(is_named(module, name) for name in names)
 
 
-def is_called(path: str, pattern: str) -> bool:
+def matches_pattern(path: str, pattern: str) -> bool:
     """Tell whether a module's name fits a pattern, in which `*` stands for one step of the way: `blocks.*.up`."""
     steps, wanted = path.split("."), pattern.split(".")
     return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
@@ -85,7 +85,7 @@ def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
     """Take modules from the inside out once what is not yet in a unit is large enough."""
     taken: set[int] = set()
     units: set[int] = set()
-    for module in _inside_out(model):
+    for module in _post_order(model):
         own = {id(param): param.numel() for param in module.parameters() if id(param) not in taken}
         if sum(own.values()) >= smallest:
             units.add(id(module))
@@ -142,7 +142,7 @@ def _modules_with_shared_weights(model: nn.Module, units: list[nn.Module]) -> li
     return shared
 
 
-def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     seen: set[int] = set()
 
     def walk(current: nn.Module) -> Iterator[nn.Module]:

@@ -34,16 +34,16 @@ class CannotCutError(ValueError):
 
 
 @dataclass
-class Division:
+class Partition:
     """Which stage owns which part of a model."""
 
     starts: list[str]
     """The modules with which the stages after the first begin."""
     parts: dict[str, int | None] = field(default_factory=dict)
     """Modules that belong to one stage as a whole; None for those without parameters, which every stage has."""
-    loose: dict[str, int] = field(default_factory=dict)
+    loose_parameters: dict[str, int] = field(default_factory=dict)
     """Parameters that belong directly to a module which the cut goes through."""
-    around: list[str] = field(default_factory=list)
+    cut_modules: list[str] = field(default_factory=list)
     """The modules that the cut goes through, from the outside in."""
 
     @property
@@ -63,7 +63,7 @@ class Division:
     def stage_of(self, tensor: str) -> int | None:
         """Return the stage that owns a parameter or buffer; None where every stage has it."""
         part = self.part_of(tensor)
-        return self.loose.get(tensor) if part is None else self.parts[part]
+        return self.loose_parameters.get(tensor) if part is None else self.parts[part]
 
 
 def stage_starts(
@@ -148,26 +148,26 @@ def _size(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def divide(
+def partition_model(
     model: nn.Module, starts: list[str], uses: Mapping[str, set[int]] | None = None, *, check_ties: bool = True
-) -> Division:
+) -> Partition:
     """Give every part of a model to a stage.
 
     The parts are those that the cuts leave whole. Without `uses`, what is registered before the first block goes to
     the first stage and what is registered after the last one to the last, as it is written in most models; `uses` says
     for every parameter in which stages the forward pass takes it.
     """
-    division = Division(starts)
+    partition = Partition(starts)
     inner = {start.rpartition(".")[0] for start in starts}
     inner |= {name[:i] for name in inner for i, letter in enumerate(name) if letter == "."} | {""}
     stage = 0
 
     def walk(module: nn.Module, name: str) -> None:
         nonlocal stage
-        division.around.append(name)
+        partition.cut_modules.append(name)
         for own, param in module._parameters.items():
             if param is not None:
-                division.loose[_join(name, own)] = stage if isinstance(module, _LISTS) else 0
+                partition.loose_parameters[_join(name, own)] = stage if isinstance(module, _LISTS) else 0
         for own, child in module._modules.items():
             full = _join(name, own)
             if child is None:
@@ -177,41 +177,41 @@ def divide(
             if full not in starts and (full in inner or isinstance(child, _LISTS)):
                 walk(child, full)
             else:
-                division.parts[full] = stage if any(True for _ in child.parameters()) else None
+                partition.parts[full] = stage if any(True for _ in child.parameters()) else None
 
     walk(model, "")
     if uses is not None:
-        _give_by_use(division, uses)
+        _assign_by_use(partition, uses)
     if check_ties:
-        _refuse_ties(model, division)
-    return division
+        _refuse_ties(model, partition)
+    return partition
 
 
 def _join(owner: str, own: str) -> str:
     return f"{owner}.{own}" if owner else own
 
 
-def _give_by_use(division: Division, uses: Mapping[str, set[int]]) -> None:
+def _assign_by_use(partition: Partition, uses: Mapping[str, set[int]]) -> None:
     found: dict[str, set[int]] = {}
     for tensor, stages in uses.items():
-        found.setdefault(division.part_of(tensor) or tensor, set()).update(stages)
+        found.setdefault(partition.part_of(tensor) or tensor, set()).update(stages)
     for name, stages in found.items():
         if len(stages) > 1:
-            raise CannotCutError(_used_in_several(name, stages, division))
-        if name in division.loose:
-            division.loose[name] = min(stages)
-        elif division.parts.get(name) is not None:
-            division.parts[name] = min(stages)
+            raise CannotCutError(_used_in_several(name, stages, partition))
+        if name in partition.loose_parameters:
+            partition.loose_parameters[name] = min(stages)
+        elif partition.parts.get(name) is not None:
+            partition.parts[name] = min(stages)
 
 
-def require_use_where_given(division: Division, uses: Mapping[str, set[int]]) -> None:
-    """Refuse a division in which a stage takes parameters that another one owns."""
+def require_use_in_own_stage(partition: Partition, uses: Mapping[str, set[int]]) -> None:
+    """Refuse a partition in which a stage takes parameters that another one owns."""
     for tensor, stages in uses.items():
-        owner = division.stage_of(tensor)
+        owner = partition.stage_of(tensor)
         if owner is None or stages == {owner}:
             continue
         if len(stages) > 1:
-            raise CannotCutError(_used_in_several(tensor, stages, division))
+            raise CannotCutError(_used_in_several(tensor, stages, partition))
         raise CannotCutError(
             f"{tensor} was given to stage {owner}, because of the place where the model registers it, and the forward "
             f"pass takes it in stage {min(stages)}. With PipelineConfig(example_inputs=...) every parameter is given "
@@ -219,22 +219,22 @@ def require_use_where_given(division: Division, uses: Mapping[str, set[int]]) ->
         )
 
 
-def _used_in_several(name: str, stages: set[int], division: Division) -> str:
+def _used_in_several(name: str, stages: set[int], partition: Partition) -> str:
     return (
-        f"{name} is used in stages {', '.join(map(str, sorted(stages)))} of {division.num_stages}, and a parameter "
-        f"can live in one of them only (stages begin with {', '.join(division.starts)}). Cut elsewhere with "
+        f"{name} is used in stages {', '.join(map(str, sorted(stages)))} of {partition.num_stages}, and a parameter "
+        f"can live in one of them only (stages begin with {', '.join(partition.starts)}). Cut elsewhere with "
         "PipelineConfig(split_at=[...]), or give every stage its own."
     )
 
 
-def _refuse_ties(model: nn.Module, division: Division) -> None:
+def _refuse_ties(model: nn.Module, partition: Partition) -> None:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for tied in names.values():
-        stages = {division.stage_of(name) for name in tied}
+        stages = {partition.stage_of(name) for name in tied}
         if len(stages) > 1:
-            places = ", ".join(f"{name} (stage {division.stage_of(name)})" for name in tied)
+            places = ", ".join(f"{name} (stage {partition.stage_of(name)})" for name in tied)
             raise CannotCutError(
                 f"One parameter has the names {places}: tied parameters must lie in one stage, because their "
                 "gradients come from both places. Untie them (give the head a weight of its own), or cut so that both "
@@ -242,6 +242,6 @@ def _refuse_ties(model: nn.Module, division: Division) -> None:
             )
 
 
-def parameters_elsewhere(model: nn.Module, division: Division, stages: Sequence[int]) -> list[torch.Tensor]:
+def parameters_of_other_stages(model: nn.Module, partition: Partition, stages: Sequence[int]) -> list[torch.Tensor]:
     """Return the parameters that none of these stages owns."""
-    return [param for name, param in model.named_parameters() if division.stage_of(name) not in stages]
+    return [param for name, param in model.named_parameters() if partition.stage_of(name) not in stages]

@@ -17,12 +17,12 @@ from ...runtime.collectives.nested import TensorInformation, leaves, named_leave
 from ..base import Batch
 from ..modules.dtensors import whole
 from ..modules.means import divisors_of, is_sum
-from .cutting import CannotCutError, Division, require_use_where_given
+from .cutting import CannotCutError, Partition, require_use_in_own_stage
 from .stages import StageView
-from .surveying import Handover, Skeleton, Survey
+from .surveying import MetaModel, StageBoundary, Survey
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-_MOST_PLANS, _MOST_SURVEYS = 8, 256
+_MAX_PLANS, _MAX_SURVEYS = 8, 256
 """A plan holds buffers to receive into, and is quickly made; a survey holds a few numbers, and takes a forward pass."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,8 +34,8 @@ class Pipeline:
     def __init__(
         self,
         views: list[StageView],
-        division: Division,
-        skeleton: Skeleton,
+        partition: Partition,
+        meta_model: MetaModel,
         config: PipelineConfig,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -47,9 +47,9 @@ class Pipeline:
         self.group = group
         self.device = device
         self.microbatches = config.microbatches_for(group.size())
-        self._division = division
-        self._skeleton = skeleton
-        self.names = list(skeleton.model.state_dict())
+        self._partition = partition
+        self._meta_model = meta_model
+        self.names = list(meta_model.model.state_dict())
         """The names in the state of the whole model, in its order."""
         self._plans: dict[Any, _Plan] = {}
         self._surveys: dict[Any, Survey] = {}
@@ -63,7 +63,7 @@ class Pipeline:
                 "from. To train: loss = accelerator.forward_backward(model, x, target=y, loss_fn=loss_fn). To "
                 "evaluate: with torch.no_grad(): outputs = model(x)."
             )
-        return self.from_last(self.evaluate(*args, **kwargs))
+        return self.broadcast_from_last(self.evaluate(*args, **kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs on the last process of the pipeline, and None on the others."""
@@ -139,9 +139,9 @@ class Pipeline:
 
     def _run(self, calls: list[Call], finish: Callable[[int, Any], Any], *, training: bool) -> None:
         for view in self.views:
-            view.follow()
+            view.sync_from_model()
         plan = self._plan(calls, training)
-        plan.tell_stages()
+        plan.bind_boundaries()
         for stage in plan.stages:
             stage.calls, stage.reduces = calls, self.reduces
         plan.finish = finish
@@ -149,23 +149,23 @@ class Pipeline:
         try:
             plan.schedule.step(numbers=numbers, target=numbers if training else None, return_outputs=False)
         finally:
-            plan.forget()
-        self.views[-1].lead()
+            plan.release()
+        self.views[-1].sync_to_model()
 
     def _plan(self, calls: list[Call], training: bool) -> _Plan:
         """Return stages and schedule for micro-batches of this shape, made on first use."""
-        form = (self.views[0].module.training, *(_form(name, leaf) for name, leaf in named_leaves(calls[0])))
+        form = (self.views[0].module.training, *(_shape_key(name, leaf) for name, leaf in named_leaves(calls[0])))
         key = (training, len(calls), form)
         if key not in self._plans:
-            _make_room(self._plans, _MOST_PLANS)
+            _evict_oldest(self._plans, _MAX_PLANS)
             self._plans[key] = _Plan(self, self._survey(form, calls[0]), len(calls), training)
         return self._plans[key]
 
     def _survey(self, form: Any, call: Call) -> Survey:
         if form not in self._surveys:
-            _make_room(self._surveys, _MOST_SURVEYS)
-            survey = self._skeleton.survey(*call, training=self.views[0].module.training)
-            require_use_where_given(self._division, survey.uses)
+            _evict_oldest(self._surveys, _MAX_SURVEYS)
+            survey = self._meta_model.survey(*call, training=self.views[0].module.training)
+            require_use_in_own_stage(self._partition, survey.uses)
             if survey.changes and len(self.views) > 1:
                 raise CannotCutError(
                     f"The forward pass changes {', '.join(survey.changes)}, and a process with {len(self.views)} "
@@ -175,7 +175,7 @@ class Pipeline:
             self._surveys[form] = survey
         return self._surveys[form]
 
-    def from_last(self, outputs: Any) -> Any:
+    def broadcast_from_last(self, outputs: Any) -> Any:
         """Give every process of the pipeline the outputs of the last."""
         last = self.group.size() - 1
         forms: list[Any] = [recursively_apply(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), outputs)]
@@ -216,10 +216,10 @@ class _Plan:
             scale_grads=False,
         )
 
-    def tell_stages(self) -> None:
+    def bind_boundaries(self) -> None:
         """Tell the stages what they receive and hand over."""
         for stage in self.stages:
-            stage.view.receives, stage.view.hands_over = stage.received, stage.handed
+            stage.view.input_boundary, stage.view.output_boundary = stage.input_boundary, stage.output_boundary
 
     def _finish(self, tensors: tuple[Tensor, ...], number: Tensor) -> Any:
         """Hand the last stage's outputs, as the model returned them, to who asked for them."""
@@ -227,7 +227,7 @@ class _Plan:
         given = iter(tensors)
         return self.finish(int(number), recursively_apply(lambda _: next(given), self._last.output))
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let go of the batch."""
         self.finish = None
         self._last.output = None
@@ -251,15 +251,15 @@ class _Stage(PipelineStage):
         self.calls: list[Call] = []
         self.reduces = True
         self._finish = finish
-        self.received = survey.handovers[view.index - 1] if view.index else Handover()
-        self.handed = Handover() if view.is_last else survey.handovers[view.index]
+        self.input_boundary = survey.boundaries[view.index - 1] if view.index else StageBoundary()
+        self.output_boundary = StageBoundary() if view.is_last else survey.boundaries[view.index]
         super().__init__(
             view.module,
             view.index,
-            len(survey.handovers) + 1,
+            len(survey.boundaries) + 1,
             device,
-            input_args=self.received.examples(),
-            output_args=self.handed.examples(),
+            input_args=self.input_boundary.examples(),
+            output_args=self.output_boundary.examples(),
             group=group,
         )
 
@@ -269,7 +269,7 @@ class _Stage(PipelineStage):
         if not self.is_last:
             return tuple(
                 _sendable(leaf, dtype, self.has_backward)
-                for leaf, (_, dtype) in zip(outputs, self.handed.forms.values(), strict=True)
+                for leaf, (_, dtype) in zip(outputs, self.output_boundary.forms.values(), strict=True)
             )
         if self._finish is not None:
             self._finish(outputs, numbers)
@@ -342,12 +342,12 @@ def _is_leaf(data: Any) -> bool:
     return leaves(data) == [data] if not isinstance(data, Tensor) else True
 
 
-def _make_room(cache: dict[Any, Any], most: int) -> None:
+def _evict_oldest(cache: dict[Any, Any], most: int) -> None:
     if len(cache) >= most:
         cache.pop(next(iter(cache)))
 
 
-def _form(name: str, leaf: Any) -> Any:
+def _shape_key(name: str, leaf: Any) -> Any:
     """Return what of an input decides about shapes further on."""
     if isinstance(leaf, Tensor):
         return (name, leaf.shape, leaf.dtype)

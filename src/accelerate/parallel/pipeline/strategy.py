@@ -25,10 +25,10 @@ from ..mesh.sharded import MeshParallel, norm_of
 from ..modules import materialising
 from ..modules.dtensors import whole
 from ..modules.wrapping import units_of
-from .cutting import Division, divide, parameters_elsewhere, stage_starts
+from .cutting import Partition, parameters_of_other_stages, partition_model, stage_starts
 from .schedules import Pipeline, pipeline_of
-from .stages import StageView, keep_stages
-from .surveying import Skeleton, divided_by_use
+from .stages import StageView, prune_to_stages
+from .surveying import MetaModel, partition_by_use
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class PipelineParallel(MeshParallel):
         self.config.microbatches_for(self.size)  # refused now and not with the first batch
         self._to_place: set[int] = set()
         # Parameters of other processes' stages: optimizers and lists made before `prepare` still name them.
-        self._elsewhere: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        self._other_stage_parameters: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 
@@ -81,40 +81,40 @@ class PipelineParallel(MeshParallel):
             )
         place = id(model) in self._to_place
         self._to_place.discard(id(model))
-        division = self._divide(model)
+        partition = self._make_partition(model)
         own = self.config.stages_of(self.rank, self.size)
-        for param in parameters_elsewhere(model, division, own):
-            self._elsewhere[param] = True
+        for param in parameters_of_other_stages(model, partition, own):
+            self._other_stage_parameters[param] = True
         units = units_of(model, self.plugin)  # before the cut: a single block that is left is not a repeated one
-        skeleton = Skeleton(model, division, self.runtime.device)
-        keep_stages(model, division, skeleton, own)
+        meta_model = MetaModel(model, partition, self.runtime.device)
+        prune_to_stages(model, partition, meta_model, own)
         if place and self.mesh.sharding is None:
             self._move(model)
-        views = [StageView(model, division, skeleton, index) for index in own]
+        views = [StageView(model, partition, meta_model, index) for index in own]
         for view in views:
             inside = set(view.module.modules())
-            self._spread(view.module, self._steps_over([unit for unit in units if unit in inside]))
-            view.take_over()
-            view.begin()
+            self._parallelize(view.module, self._steps_over([unit for unit in units if unit in inside]))
+            view.write_back()
+            view.register_entry_hook()
         vars(model).pop("_original_forward", None)
-        model.forward = Pipeline(views, division, skeleton, self.config, self.group, self.runtime.device)
-        self._wait_for_first_pass(model)
-        self._say(model, division)
+        model.forward = Pipeline(views, partition, meta_model, self.config, self.group, self.runtime.device)
+        self._register_position_check(model)
+        self._log_stages(model, partition)
         return model
 
-    def _divide(self, model: nn.Module) -> Division:
+    def _make_partition(self, model: nn.Module) -> Partition:
         per_rank = self.config.stages_per_rank or 1
         asked = f"pp_size={self.size}" + (f" with stages_per_rank={per_rank}" if per_rank > 1 else "")
         starts = stage_starts(model, self.config.split_at, self.size * per_rank, asked)
         example = self.config.example_inputs
         if example is None:
-            return divide(model, starts)
+            return partition_model(model, starts)
         example = example() if callable(example) else example
         kwargs = dict(example) if isinstance(example, dict) else {}
         args = () if kwargs else tuple(example) if isinstance(example, (tuple, list)) else (example,)
-        return divided_by_use(model, starts, args, kwargs)
+        return partition_by_use(model, starts, args, kwargs)
 
-    def _say(self, model: nn.Module, division: Division) -> None:
+    def _log_stages(self, model: nn.Module, partition: Partition) -> None:
         if self.runtime.is_main_process:
             count = self.config.microbatches_for(self.size)
             chosen = " (as many as there are stages)" if self.config.microbatches is None else ""
@@ -122,8 +122,8 @@ class PipelineParallel(MeshParallel):
                 "%s is cut into %d stages, which begin with %s; batches are cut into %d micro-batches%s, which pass "
                 "by the schedule %s.",
                 type(model).__name__,
-                division.num_stages,
-                ", ".join(["its inputs", *division.starts]),
+                partition.num_stages,
+                ", ".join(["its inputs", *partition.starts]),
                 count,
                 chosen,
                 self.config.schedule,
@@ -131,17 +131,17 @@ class PipelineParallel(MeshParallel):
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave an optimizer the parameters of this process's stages; a group may be empty, and stays."""
-        if self._elsewhere:
+        if self._other_stage_parameters:
             for group in optimizer.param_groups:
-                group["params"] = [param for param in group["params"] if param not in self._elsewhere]
-            for param in [param for param in optimizer.state if param in self._elsewhere]:
+                group["params"] = [param for param in group["params"] if param not in self._other_stage_parameters]
+            for param in [param for param in optimizer.state if param in self._other_stage_parameters]:
                 del optimizer.state[param]
         super()._rebind(optimizer)
 
     def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
         """Return the parameters that took the places of these, without those of other stages."""
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return super().current([param for param in given if param not in self._elsewhere])
+        return super().current([param for param in given if param not in self._other_stage_parameters])
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +150,8 @@ class PipelineParallel(MeshParallel):
         pipeline = pipeline_of(model)
         if pipeline is None:
             return super().forward_backward(model, batch, shares, backward)
-        if model in self._first_passes:
-            self._first_passes[model].begins(model, batch.args, batch.kwargs)
+        if model in self._position_checks:
+            self._position_checks[model].check(model, batch.args, batch.kwargs)
         with phases.during(phases.BACKWARD), shares as share:  # its stages wait for each other all the way
             return pipeline.train(batch, share)
 
@@ -184,11 +184,11 @@ class PipelineParallel(MeshParallel):
         """Tell whether every process saves its own part: always, because no process has all of them."""
         return True
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Gather the states of all stages on the main process, one tensor after the other."""
         pipeline = pipeline_of(model)
         if pipeline is None:
-            return super().whole_state(model)
+            return super().full_state_dict(model)
         own = {name: _on_host(value) for name, value in model.state_dict().items()}
         members = dist.get_process_group_ranks(self.group)
         if 0 not in members:

@@ -27,13 +27,13 @@ from ....errors import UnsupportedSettingError
 from ....runtime.collectives.nested import named_leaves, recursively_apply, tensors_of
 from ...modules.dtensors import whole
 
-Cut = Sequence[tuple[Tensor, int]]
+SplitBuffers = Sequence[tuple[Tensor, int]]
 """Tensors that are cut at the moment, each with its sequence dimension."""
 Outputs = list[tuple[str, Tensor]]
 Pairs = list[tuple[str, Tensor, Tensor]]
 
 
-def require_torchs_attention(model: nn.Module) -> None:
+def require_sdpa(model: nn.Module) -> None:
     """Refuse at once a model that says it has another attention, as those of transformers do."""
     for name, module in model.named_modules():
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -46,18 +46,20 @@ def require_torchs_attention(model: nn.Module) -> None:
             )
 
 
-class FirstPass:
+class PositionCheck:
     """Check a model before it first runs on pieces of sequences, and again when it is given other arguments."""
 
-    def __init__(self, model: nn.Module, cut: Callable[[], Cut | None], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, cut: Callable[[], SplitBuffers | None], group: dist.ProcessGroup | None
+    ) -> None:
         """Wait for a call of the model; `cut` returns what is cut then, or None; the group refuses together."""
         self._cut = cut
         self._group = group
         self._checked: set[tuple[str, ...]] = set()
-        check = torch.compiler.disable(self.begins)  # type: ignore[no-untyped-call]
+        check = torch.compiler.disable(self.check)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
-    def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def check(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Check the model if this is the pass; called by whoever runs one in another way than by a call too."""
         cut = self._cut()
         if not cut:
@@ -65,9 +67,9 @@ class FirstPass:
         given = tuple(name for name, leaf in named_leaves((args, kwargs)) if leaf is not None)
         if given not in self._checked:
             self._checked.add(given)  # first, because the check calls the model
-            self._raise_anywhere(lambda: require_positions_apart(model, args, kwargs, cut))
+            self._raise_on_all_ranks(lambda: require_independent_positions(model, args, kwargs, cut))
 
-    def _raise_anywhere(self, check: Callable[[], None]) -> None:
+    def _raise_on_all_ranks(self, check: Callable[[], None]) -> None:
         """Raise on every process what one of them found: each has looked at its own data."""
         found: tuple[str, str, str] | None = None
         try:
@@ -80,7 +82,7 @@ class FirstPass:
             raise UnsupportedSettingError(*found)
 
 
-def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> None:
+def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, cut: SplitBuffers) -> None:
     """Refuse a model that would compute something else on parts of a sequence. See [Note: one position by itself]."""
     call = (args, kwargs)
     if not any(_dim_of(leaf, cut) is not None for leaf in tensors_of(call)):
@@ -94,7 +96,7 @@ def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) 
         outputs = named_leaves(model(*chosen[0], **chosen[1]))
         return [(name, whole(leaf)) for name, leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
-    with _trying_out(model), _EachAttendsToItself() as attention:
+    with _dry_run(model), _DiagonalAttention() as attention:
         plain = outputs_at(own)
         mixed = outputs_at(torch.cat([own[-1:].repeat(len(own) - len(later)), later]))
         reversed_ = outputs_at(own.flip(0))
@@ -108,8 +110,8 @@ def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) 
         )
     rounding = 5e-2 if attention.is_coarse else 1e-3
     sequence = (dim, len(own))
-    require_no_mixing(model, _beside(plain, mixed, later, later, sequence), rounding)
-    require_no_order(model, _beside(plain, reversed_, own.flip(0), own, sequence), rounding)
+    require_no_mixing(model, _paired_outputs(plain, mixed, later, later, sequence), rounding)
+    require_no_order(model, _paired_outputs(plain, reversed_, own.flip(0), own, sequence), rounding)
 
 
 def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
@@ -155,7 +157,7 @@ def _refusal(model: nn.Module, reason: str, remedy: str) -> UnsupportedSettingEr
     return UnsupportedSettingError(f"Context parallelism (cp_size > 1) with {kind.__name__}", reason, remedy)
 
 
-def _dim_of(leaf: Tensor, cut: Cut) -> int | None:
+def _dim_of(leaf: Tensor, cut: SplitBuffers) -> int | None:
     """Return the sequence dimension of an input; what was made of one that is cut has it in the same place."""
     for tensor, dim in cut:
         if tensor is leaf:
@@ -173,7 +175,9 @@ def _at(tensor: Tensor, dim: int | None, positions: Tensor, length: int | None =
     return sequences.index_select(dim + 1, positions.to(tensor.device)).flatten(dim, dim + 1)
 
 
-def _beside(some: Outputs, others: Outputs, at_some: Tensor, at_others: Tensor, sequence: tuple[int, int]) -> Pairs:
+def _paired_outputs(
+    some: Outputs, others: Outputs, at_some: Tensor, at_others: Tensor, sequence: tuple[int, int]
+) -> Pairs:
     """Return what two passes gave at these positions; `sequence` is the dimension of the inputs', and its length."""
     dim, length = sequence
     pairs = []
@@ -197,7 +201,7 @@ def _deviation(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def _trying_out(model: nn.Module) -> Iterator[None]:
+def _dry_run(model: nn.Module) -> Iterator[None]:
     """Run a model without gradients, dropout or compilation, and leave everything as it was."""
     modes = [(module, module.training) for module in model.modules()]
     generator = torch.get_rng_state()
@@ -211,7 +215,7 @@ def _trying_out(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _EachAttendsToItself(TorchFunctionMode):
+class _DiagonalAttention(TorchFunctionMode):
     """Let attention that is joined over processes return every position's own value."""
 
     def __init__(self) -> None:

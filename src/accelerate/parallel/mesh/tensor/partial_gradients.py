@@ -45,8 +45,8 @@ from ...modules.unwrapping import own_name
 
 logger = logging.getLogger(__name__)
 
-_JOINS = ("allreduce", "all_reduce", "allgather", "all_gather")
-_MAKES_NEW = ("_like", "new_", "empty", "zeros", "ones", "full")
+_COLLECTIVES = ("allreduce", "all_reduce", "allgather", "all_gather")
+_FACTORIES = ("_like", "new_", "empty", "zeros", "ones", "full")
 """Operations that take a tensor for its shape only."""
 _HINT = (
     'runs under a plan of tensor parallelism. If it is the shapes that do not fit: outputs of a "colwise" layer are '
@@ -67,13 +67,13 @@ def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh, completing: Comple
     """Follow the first forward passes in training, and let partial gradients be summed over the mesh from then on."""
     names = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if names:
-        _Watch(model, _Flow(model, names, mesh), completing)
+        _ForwardTracker(model, _Dataflow(model, names, mesh), completing)
 
 
-class _Watch:
+class _ForwardTracker:
     """The hooks that follow forward passes, as long as they are needed."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, completing: Completing) -> None:
+    def __init__(self, model: nn.Module, flow: _Dataflow, completing: Completing) -> None:
         self.flow = flow
         self.completing = completing
         self.inside: list[nn.Module] = []
@@ -97,7 +97,7 @@ class _Watch:
             # Blocks that recompute their activations run again in the backward pass.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
-            self.context = self.flow.following()
+            self.context = self.flow.tracking()
             self.context.__enter__()
         self.inside.append(module)
         self.flow.place = self.names[module]
@@ -142,11 +142,11 @@ class _Watch:
                 "Tensor parallelism follows forward passes until it has seen on what every layer outside of the plan "
                 "computes, and the first one did not use %s. Forward passes are slower until then; freeze what is "
                 "never used by requires_grad_(False).",
-                some(unused),
+                abbreviated(unused),
             )
 
 
-class _Flow(TorchDispatchMode):
+class _Dataflow(TorchDispatchMode):
     """Which tensors are split, and which parameters each whole one was computed from: one bit for each."""
 
     supports_higher_order_operators = True
@@ -163,14 +163,14 @@ class _Flow(TorchDispatchMode):
         self.place = ""
         """The name of the module that runs."""
         self.used = self.partial = self.whole = 0
-        self.met: dict[int, str] = {}
+        self.mixed_in: dict[int, str] = {}
         self._frozen = 0
         self._known: dict[int, int] = {}
         # A weak reference keeps the address from being used again, and nothing else.
         self._tensors: dict[StorageWeakRef, tuple[bool, int]] = {}
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
         """Follow what is computed in the context."""
         trained = self.trained()
         self._frozen = sum(bit for name, bit in self.bits.items() if name not in trained)
@@ -214,7 +214,7 @@ class _Flow(TorchDispatchMode):
             return result
         is_split, origins = self._state_of_result(name, tensors)
         changed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
-        if _is_one_of(name, _JOINS):
+        if _is_one_of(name, _COLLECTIVES):
             changed += [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         for tensor in changed:
             self._set(tensor, (is_split, origins if tensor.is_floating_point() else 0))
@@ -225,12 +225,12 @@ class _Flow(TorchDispatchMode):
         states = [self._state(tensor) for tensor in tensors]
         origins = reduce(or_, (origin for _, origin in states), 0)
         self.used |= origins
-        if _is_one_of(operation, _JOINS):
+        if _is_one_of(operation, _COLLECTIVES):
             return False, 0
         if any(is_split for is_split, _ in states):
-            self._meets_split(origins)
+            self._mark_partial(origins)
             return True, 0
-        return False, 0 if _is_one_of(operation, _MAKES_NEW) else origins
+        return False, 0 if _is_one_of(operation, _FACTORIES) else origins
 
     def trained(self) -> set[str]:
         """Return the parameters that want a gradient."""
@@ -261,12 +261,12 @@ class _Flow(TorchDispatchMode):
         both = self.partial & self.whole & ~self._frozen | self.partial & self.activation
         if both:
             names = [name for name, bit in self.bits.items() if both & bit] or ["what comes before"]
-            where = sorted({place or "the model itself" for bit, place in self.met.items() if both & bit})
+            where = sorted({place or "the model itself" for bit, place in self.mixed_in.items() if both & bit})
             raise ValueError(
-                f"Under the plan of tensor parallelism {some(names)} would get gradients that are whole in part and in "
-                f"part those of this process's columns: something whole meets something split in {some(where)}. Name "
-                'the layer that makes the whole one in the plan too ("colwise"), or gather the split one by '
-                '"colwise_rep".'
+                f"Under the plan of tensor parallelism {abbreviated(names)} would get gradients that are whole in part "
+                "and in part those of this process's columns: something whole meets something split in "
+                f'{abbreviated(where)}. Name the layer that makes the whole one in the plan too ("colwise"), or gather '
+                'the split one by "colwise_rep".'
             )
 
     def explain(self, error: BaseException) -> None:
@@ -285,7 +285,7 @@ class _Flow(TorchDispatchMode):
             return
         is_split, origins = self._state(local)
         if self._is_split(made):
-            self._meets_split(origins)
+            self._mark_partial(origins)
         elif is_split:
             raise ValueError(
                 f"The plan of tensor parallelism gives {self.place or 'a layer'} an input that is split; it takes a "
@@ -294,12 +294,12 @@ class _Flow(TorchDispatchMode):
         else:
             self.whole |= origins
 
-    def _meets_split(self, origins: int) -> None:
+    def _mark_partial(self, origins: int) -> None:
         if fresh := origins & ~self.partial:
             self.partial |= origins
             for bit in (*self.bits.values(), self.activation):
                 if fresh & bit:
-                    self.met[bit] = self.place
+                    self.mixed_in[bit] = self.place
 
     def _is_split(self, tensor: DTensor) -> bool:
         return tensor.device_mesh == self.mesh and any(not placement.is_replicate() for placement in tensor.placements)
@@ -351,6 +351,6 @@ def _sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
     param.requires_grad_(trained)
 
 
-def some(names: list[str]) -> str:
+def abbreviated(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....runtime.modules import owner_of
 from ...modules.materialising import Ties
 from ...modules.placeholder import Placeholder
-from ...modules.wrapping import is_called
+from ...modules.wrapping import matches_pattern
 from ..context.ring import require_no_recurrence
-from .partial_gradients import some, sum_partial_gradients
+from .partial_gradients import abbreviated, sum_partial_gradients
 from .transformers_styles import require_known_to_transformers, split_by_transformers
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _STYLES: dict[str, Any] = {
     "sequence_output": lambda: PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
 }
 """Styles by name; what each splits is in the documentation of `torch.distributed.tensor.parallel`."""
-_LEFT_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 """Styles of layers that stay as they are: whose gradients have to be summed is found out for every layer."""
 
 
@@ -94,22 +94,25 @@ def _layers_of(
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
     rest: dict[str, str] = {}
     for pattern, style in matching.items():
-        if style in _LEFT_WHOLE:
+        if style in _REPLICATED:
             continue
         is_torchs = isinstance(style, ParallelStyle) or style in _STYLES
-        if not is_torchs or any(is_called(name, pattern) for name in params):
+        if not is_torchs or any(matches_pattern(name, pattern) for name in params):
             require_known_to_transformers(pattern, style, _STYLES)
             rest[pattern] = style
             continue
         for name, module in modules.items():
-            if is_called(name, pattern) and not isinstance(module, Placeholder):  # of another process of the pipeline
+            # A placeholder belongs to another process of the pipeline.
+            if matches_pattern(name, pattern) and not isinstance(module, Placeholder):
                 layers[name] = module, _style(style, module)
     return layers, rest
 
 
 def _matching_rules(plan: Mapping[str, Any], names: list[str], *, warns: bool) -> dict[str, Any]:
     """Return the rules of a plan whose pattern fits one of the names; there must be one."""
-    matching = {pattern: style for pattern, style in plan.items() if any(is_called(name, pattern) for name in names)}
+    matching = {
+        pattern: style for pattern, style in plan.items() if any(matches_pattern(name, pattern) for name in names)
+    }
     if warns:
         for pattern in [pattern for pattern in plan if pattern not in matching]:
             logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
@@ -138,13 +141,13 @@ def _require_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None
     end = [name for name, (module, style) in layers.items() if _takes_split_input(module, style)]
     if begin and not end:
         raise ValueError(
-            f"The plan of tensor parallelism splits the outputs of {some(begin)}, and no layer takes them so: give the "
-            'layer after each the style "rowwise", or gather the outputs by "colwise_rep".'
+            f"The plan of tensor parallelism splits the outputs of {abbreviated(begin)}, and no layer takes them so: "
+            'give the layer after each the style "rowwise", or gather the outputs by "colwise_rep".'
         )
     if end and not begin:
         raise ValueError(
-            f"The plan of tensor parallelism gives {some(end)} split inputs, and no layer makes such: give the layer "
-            'before each the style "colwise", or take whole inputs by "rowwise_rep".'
+            f"The plan of tensor parallelism gives {abbreviated(end)} split inputs, and no layer makes such: give the "
+            'layer before each the style "colwise", or take whole inputs by "rowwise_rep".'
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...modules.wrapping import is_called
+from ...modules.wrapping import matches_pattern
 from .partial_gradients import Completing
 
 _FOLLOWED = (
@@ -54,7 +54,7 @@ def split_by_transformers(model: nn.Module, rules: Mapping[str, str], mesh: Devi
 
     def split_by(wanted: str) -> list[nn.Module]:
         patterns = [pattern for pattern, style in rules.items() if style == wanted]
-        return [module for name, module in model.named_modules() if any(is_called(name, p) for p in patterns)]
+        return [module for name, module in model.named_modules() if any(matches_pattern(name, p) for p in patterns)]
 
     return Completing(inputs=split_by("moe_tp_experts"), outputs=split_by("mla_kv_a_proj"))
 
