@@ -365,7 +365,7 @@ def test_an_old_iterator_that_dies_late_does_not_end_a_new_iteration() -> None:
     assert ends == [False, True]
 
 
-def test_a_rank_without_data_is_told() -> None:
+def test_a_rank_without_data_is_an_error() -> None:
     with pytest.raises(RankFailure, match="no data of its own"):
         run_on_ranks(2, iterate_my_own_data)
 

@@ -228,7 +228,7 @@ def test_iterable_data_and_loaders_without_batches_can_be_skipped() -> None:
     assert [int(item) for item in skip_first_batches(single, 3)] == [3]
 
 
-def test_a_loader_class_with_its_own_iteration_is_told_that_it_is_not_used() -> None:
+def test_an_overridden_iter_is_warned_about() -> None:
     class Own(DataLoader):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             return iter(())
@@ -315,7 +315,7 @@ def test_a_stream_split_by_node_is_recognised() -> None:
 
 
 @ranks(2)
-def test_uneven_numbers_of_steps_are_told_before_the_first_step() -> None:
+def test_uneven_numbers_of_steps_are_warned_of_before_the_first_step() -> None:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     loader = accelerator.prepare(DataLoader(range(5), batch_size=1))
     with pytest.warns(UserWarning, match="rank 0 takes 3 steps per epoch and rank 1 takes 2"):

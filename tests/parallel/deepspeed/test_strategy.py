@@ -109,7 +109,7 @@ def test_two_backward_passes_make_one_step() -> None:
 
 
 @ranks(2)
-def test_gradients_that_no_step_used_can_be_forgotten() -> None:
+def test_gradients_that_no_step_used_can_be_zeroed() -> None:
     losses = {}
     for stage in (None, 0, 1, 2, 3):
         accelerator, net, optimizer, batches = prepared(stage)

@@ -219,7 +219,7 @@ class WithoutReset(nn.Module):
 
 
 @ranks(2)
-def test_a_module_that_cannot_be_initialised_is_named_and_can_be_told_how() -> None:
+def test_a_module_that_cannot_be_initialised_is_named_and_takes_an_init_fn() -> None:
     with torch.device("meta"):
         net = nn.Sequential(WithoutReset())
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())

@@ -38,7 +38,7 @@ def through_the_stages(net: nn.Module, starts: list[str], *args: Any, **kwargs: 
     views = [StageView(net, partition, meta_model, index) for index in range(partition.num_stages)]
     received: Any = ()
     for view in views:
-        view.begin()
+        view.register_entry_hook()
         view.input_boundary = survey.boundaries[view.index - 1] if view.index else view.input_boundary
         view.output_boundary = survey.boundaries[view.index] if not view.is_last else view.output_boundary
         received = view.module(received, args, kwargs)
@@ -173,7 +173,7 @@ def test_any_sequence_is_cut() -> None:
     torch.testing.assert_close(through_the_stages(net, starts, data), expected)
 
 
-def test_what_is_left_has_its_own_names_and_the_rest_is_let_go() -> None:
+def test_the_kept_stage_has_its_own_names_and_the_rest_is_freed() -> None:
     net = Layered()
     everything = dict(net.state_dict())
     partition = partition_model(net, ["trunk.layers.2"])

@@ -149,7 +149,7 @@ def test_another_attention_than_torchs_is_refused_at_prepare() -> None:
 
 
 @ranks(2)
-def test_the_look_at_the_first_pass_changes_nothing() -> None:
+def test_the_position_check_changes_nothing() -> None:
     cpu_attention.register()
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     net = accelerator.prepare(Tiny("usual"))
