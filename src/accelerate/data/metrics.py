@@ -1,4 +1,4 @@
-"""Gather a round's results without what only filled it up."""
+"""Gather the results of a round without its padding."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class PartialRound:
     counts: list[int]
     """Real samples of every rank."""
     full: int
-    """Samples of a full batch of one rank."""
+    """Samples in a full batch of one rank."""
     rows: int
-    """Samples in this rank's batch, repeated ones included."""
+    """Samples in this rank's batch, padding included."""
     uneven: bool = False
     """The ranks' batches may hold different numbers of samples."""
     group: Any = None
     """The ranks that see different samples: None for all."""
 
     def gather(self, data: Any, as_objects: bool) -> Any:
-        """Gather from every rank what belongs to its real samples.
+        """Gather the results of the real samples from every rank.
 
-        A result may have several rows per sample (beams, say): rows are then kept in that proportion. Results that are
-        not per sample, such as a mean loss, come once from every rank that has a sample.
+        A result may have several rows per sample, such as beams; rows are kept in that proportion. Results that are not
+        per sample, such as a mean loss, are gathered once from every rank that has a real sample.
         """
         if not as_objects:
             return recursively_apply(self._gather_tensor, data)
@@ -43,7 +43,7 @@ class PartialRound:
 
     @property
     def is_alone(self) -> bool:
-        """Tell whether one process sees all samples, so that there is nothing to gather."""
+        """Return whether one process sees all samples, so that nothing is gathered."""
         return len(self.counts) == 1
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ class PartialRound:
         return torch.cat([part[:number] for part, number in zip(parts, kept, strict=True)])
 
     def _gather_lengths(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
-        """Return the rows of every rank's result, and the samples of its batch."""
+        """Return for every rank the rows of its result and the samples in its batch."""
         mine = (rows, self.rows)
         if self.is_alone or not self.uneven:
             return [mine] * len(self.counts)
         return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([mine], device=device), self.group).tolist()]
 
     def _rows_per_sample(self, lengths: list[tuple[int, int]]) -> int:
-        """Return how many rows of a result belong to a sample, 0 where it is not per sample; the same on every rank.
+        """Return the number of rows per sample, or 0 if a result is not per sample; the same on every rank.
 
-        A result as long as a full batch has a row per sample, also for a batch that is shorter:
-        `loss.repeat(batch_size)` weighs the mean of a batch by its samples.
+        A result as long as a full batch has one row per sample, even if the batch is shorter:
+        `loss.repeat(batch_size)` weights the mean of a batch by its samples.
         """
         if all(rows == self.full for rows, _ in lengths):
             return 1

@@ -1,4 +1,4 @@
-"""From a plain `DataLoader` to a prepared one."""
+"""Prepare plain `DataLoader`s: shard or dispatch their data, and skip batches."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _LOADER_OPTIONS = (
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options with which a like loader can be built."""
+    """Return the options to build an equivalent loader."""
     return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
 
 
 def samples_per_process(loader: DataLoader[Any], num_processes: int, split_batches: bool) -> int | None:
-    """Return the samples that one process gets in a step, from a plain loader or a prepared one."""
+    """Return the number of samples per process and step of a plain or prepared loader."""
     if isinstance(loader, PreparedLoader):
         return loader.total_batch_size // loader.num_processes
     own: int | None = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
@@ -68,7 +68,7 @@ def prepare_data_loader(
     *,
     constant_memory_shuffle: bool = False,
 ) -> PreparedLoader:
-    """Return a loader that hands this process its share of the data, placed on `device` if asked for."""
+    """Return a loader that yields this process's shard of the data, on `device` if asked for."""
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     runtime = Runtime.current()
@@ -105,17 +105,17 @@ def prepare_data_loader(
             **loader_options(dataloader),
             **order.as_options(dataloader),
         )
-    share = _Sharding(num_processes, process_index, split_batches, even_batches)
-    read = share.of_split_data(dataloader, order) if presharded else share.of_loader(dataloader, order)
+    sharding = _Sharding(num_processes, process_index, split_batches, even_batches)
+    inputs = sharding.of_split_data(dataloader, order) if presharded else sharding.of_loader(dataloader, order)
     return DataLoaderShard(
-        read.dataset,
+        inputs.dataset,
         rng_types=_synchronizable(rng_types, order.generator, num_synchronized),
         synchronized_generator=order.generator,
         use_stateful_dataloader=use_stateful_dataloader,
-        _presharded=read.is_split,
+        _presharded=inputs.is_split,
         _num_processes=num_processes,
         **common,
-        **{**loader_options(dataloader), **read.options},
+        **{**loader_options(dataloader), **inputs.options},
     )
 
 
@@ -129,7 +129,7 @@ def _warn_of_overridden_iter(loader: DataLoader[Any], use_stateful_dataloader: b
 
 
 def _obstacle_to_dispatching(split_by_rank: bool, ranks_share_samples: bool) -> str | None:
-    """Return why one process cannot read for all, as part of a message; None where it can."""
+    """Return why the main process cannot read for all, as part of a message; None if it can."""
     if split_by_rank:
         return "data that is already split by rank"
     return "a mesh whose ranks share samples" if ranks_share_samples else None
@@ -137,18 +137,18 @@ def _obstacle_to_dispatching(split_by_rank: bool, ranks_share_samples: bool) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _SynchronizedOrder:
-    """The samplers of a loader, made to agree across processes."""
+    """The samplers of a loader, with the same order on every process."""
 
     batch_sampler: Any = None
     sampler: Any = None
-    """What yields single samples, for loaders without batches."""
+    """The sampler of loaders without batches."""
     generator: torch.Generator | None = None
-    """The user's own generator, whose state of rank 0 every process takes."""
+    """The user's own generator, whose state is broadcast from rank 0."""
     data_takes_lists: bool = False
-    """The batch sampler stands in the sampler's place: the data set itself makes a batch of a list of indices."""
+    """The sampler is a batch sampler: the data set takes a list of indices and returns a batch."""
 
     def as_options(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return what the plain loader takes."""
+        """Return the sampling options of the plain loader."""
         if isinstance(loader.dataset, IterableDataset):
             return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if self.batch_sampler is not None:
@@ -156,7 +156,7 @@ class _SynchronizedOrder:
         return {"sampler": self.sampler, "batch_size": None}
 
     def batched_by(self, batches: Any) -> dict[str, Any]:
-        """Return what the plain loader takes to have these batches."""
+        """Return the options of the plain loader for this batch sampler."""
         return {"sampler": batches, "batch_size": None} if self.data_takes_lists else {"batch_sampler": batches}
 
 
@@ -166,17 +166,22 @@ def _synchronized_order(loader: DataLoader[Any], num_processes: int, **choice: A
     data_takes_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
     batch_sampler: Any = loader.sampler if data_takes_lists else loader.batch_sampler
     own: Any = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    agreed: Any = synchronized_sampler(own, **choice)
-    if agreed is not own and batch_sampler is not None:
-        batch_sampler = with_sampler(batch_sampler, agreed)
-    generator: Any = getattr(agreed, "generator", None) if agreed is own else None
-    if own is not None and agreed is own and num_processes > 1 and getattr(agreed, "generator", agreed) is None:
+    synchronized: Any = synchronized_sampler(own, **choice)
+    if synchronized is not own and batch_sampler is not None:
+        batch_sampler = with_sampler(batch_sampler, synchronized)
+    generator: Any = getattr(synchronized, "generator", None) if synchronized is own else None
+    if (
+        own is not None
+        and synchronized is own
+        and num_processes > 1
+        and getattr(synchronized, "generator", synchronized) is None
+    ):
         generator = torch.Generator()  # else a weighted sampler draws differently on each process
         generator.manual_seed(torch.random.initial_seed())
-        agreed.generator = generator
+        synchronized.generator = generator
     return _SynchronizedOrder(
         batch_sampler=batch_sampler,
-        sampler=agreed,
+        sampler=synchronized,
         generator=generator if isinstance(generator, torch.Generator) else None,
         data_takes_lists=data_takes_lists,
     )
@@ -184,17 +189,17 @@ def _synchronized_order(loader: DataLoader[Any], num_processes: int, **choice: A
 
 @dataclass(frozen=True)
 class _ShardInputs:
-    """What the loader of one process reads."""
+    """The data set and options of one process's loader."""
 
     dataset: Any
     options: dict[str, Any]
     """The options that differ from those of the plain loader."""
     is_split: bool = False
-    """The data set holds the samples of this rank only."""
+    """The data set holds only the samples of this rank."""
 
 
 class _Sharding:
-    """One process's part of whatever a loader reads."""
+    """Compute one process's shard of a loader."""
 
     def __init__(self, num_processes: int, process_index: int, split_batches: bool, even_batches: bool) -> None:
         self.num_processes = num_processes
@@ -203,18 +208,18 @@ class _Sharding:
         self.even_batches = even_batches
 
     def of_split_data(self, loader: DataLoader[Any], order: _SynchronizedOrder, dataset: Any = None) -> _ShardInputs:
-        """Read data that is split by rank as it is: the loader's data set, or a shard of it."""
+        """Use data that is split by rank as it is: the loader's data set, or a shard of it."""
         dataset = loader.dataset if dataset is None else dataset
         if isinstance(loader.dataset, IterableDataset):
             dataset = stream_of(loader, dataset)
         return _ShardInputs(dataset, order.as_options(loader), is_split=True)
 
     def of_loader(self, loader: DataLoader[Any], order: _SynchronizedOrder) -> _ShardInputs:
-        """Divide what the loader reads."""
+        """Shard the loader's data."""
         dataset: Any = loader.dataset
         if not isinstance(dataset, IterableDataset):
             return _ShardInputs(dataset, self.of_samples(order, loader))
-        if self.can_shard_files(dataset):  # so that nobody reads what is not its own
+        if self.can_shard_files(dataset):  # every rank reads only its own files
             own = dataset.shard(num_shards=self.num_processes, index=self.process_index)  # type: ignore[attr-defined]
             return self.of_split_data(loader, order, own)
         stream = self.of_stream(loader)
@@ -226,14 +231,14 @@ class _Sharding:
         return _ShardInputs(stream, options)
 
     def can_shard_files(self, dataset: Any) -> bool:
-        """Tell whether a Hugging Face stream has enough shards for every process to read other ones."""
+        """Return whether a Hugging Face stream has at least one file shard per process."""
         library: Any = sys.modules.get("datasets")
         is_theirs = library is not None and isinstance(dataset, library.IterableDataset)
         enough = is_theirs and hasattr(dataset, "shard") and dataset.num_shards >= self.num_processes
         return self.num_processes > 1 and not self.split_batches and enough
 
     def of_stream(self, loader: DataLoader[Any]) -> IterableDatasetShard:
-        """Return the part of an iterable data set."""
+        """Return this process's shard of an iterable data set."""
         stream = IterableDatasetShard(
             loader.dataset,
             loader.batch_size or 1,
@@ -247,7 +252,7 @@ class _Sharding:
         return stream
 
     def of_samples(self, order: _SynchronizedOrder, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the samplers of a map-style loader's part."""
+        """Return the sampler options of this process's shard of a map-style loader."""
         if self.num_processes == 1:
             return order.as_options(loader)
         if order.batch_sampler is not None:
@@ -262,7 +267,7 @@ class _Sharding:
 
 
 def stream_of(loader: DataLoader[Any], dataset: Any = None) -> IterableDatasetShard:
-    """Return a loader's iterable data set, or a part of it, as it is, but able to begin anywhere."""
+    """Wrap a loader's iterable data set, or a part of it, so that it can start at any sample."""
     stream = IterableDatasetShard(loader.dataset if dataset is None else dataset, loader.batch_size or 1)
     stream.fills_last_round = False
     return stream
@@ -280,7 +285,7 @@ class _Unbatched:
 
 
 def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
-    """Recognise data that every rank has already cut for itself, and say that it is used as it is."""
+    """Return whether data is already split by rank, and warn that it is used as it is."""
     found = declared_split(loader, process_index)
     if found is None:
         return False
@@ -294,7 +299,7 @@ def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
 def _synchronizable(
     rng_types: Sequence[RNGType | str] | None, generator: torch.Generator | None, num_processes: int
 ) -> list[RNGType | str] | None:
-    """Drop the generators that are not there; None where nothing is left to synchronise."""
+    """Drop generators that do not exist; None if nothing is left to synchronise."""
     if num_processes == 1 or rng_types is None:
         return None
     kept = [kind for kind in rng_types if generator is not None or str(kind) != RNGType.GENERATOR]
@@ -302,9 +307,9 @@ def _synchronizable(
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Return a loader like this one that starts after its first batches (of this process).
+    """Return a loader like this one that skips the first batches of this process.
 
-    A position that was loaded into the loader goes on in the new one, from these batches on.
+    A position that was loaded into the loader moves to the new one, and continues after these batches.
     """
     options = loader_options(dataloader)
     dataset: Any = dataloader.dataset
@@ -345,7 +350,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
 
 
 def _transfer_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
-    """Let the new loader finish the epoch that a loaded position is in; the old one goes on with the next."""
+    """Move a loaded position to the new loader, which finishes that epoch; the old one continues with the next."""
     position, dataloader._resume = dataloader._resume, None
     if position is not None:
         skipped._resume = replace(
@@ -358,7 +363,7 @@ def _transfer_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader that leaves out its first batches."""
+    """A loader that skips its first batches."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any

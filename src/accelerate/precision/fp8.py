@@ -74,17 +74,17 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """Tell whether a module may compute in fp8: it is not one of the named, and its sizes divide by 16."""
+    """Return whether a module may compute in fp8: it is not one of the named, and its sizes divide by 16."""
     return fqn not in layers_to_filter and not (isinstance(module, nn.Linear) and _odd_sizes(module))
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Tell whether the layer of this name in a model may compute in fp8: it is neither the first nor the last."""
+    """Return whether the layer of this name in a model may compute in fp8: it is neither the first nor the last."""
     return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Tell whether any layer of a model computes in fp8 by torchao."""
+    """Return whether any layer of a model computes in fp8 by torchao."""
     if "torchao.float8" not in sys.modules:  # then nobody can have made one
         return False
     return any(isinstance(module, _fp8_linear()) for module in model.modules())

@@ -1,4 +1,4 @@
-"""The loader whose process reads its own share."""
+"""The loader whose process reads its own shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .streams import BatchOfLastRound, IterableDatasetShard
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader whose process reads its own share."""
+    """A loader whose process reads its own shard."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.joined = False
-        """Somebody takes care of ranks with fewer batches."""
+        """`join_uneven_inputs` handles ranks with fewer batches."""
         self._presharded = _presharded
         self._has_checked_steps = False
         self._own_samples_left: int | None = None
@@ -106,10 +106,10 @@ class DataLoaderShard(PreparedLoader):
         return self._start // self.batches_per_round if self._presharded else self._start
 
     def _dataset_state(self) -> Any:
-        return None if self._presharded else super()._dataset_state()  # each rank's own is nobody else's
+        return None if self._presharded else super()._dataset_state()  # it belongs to one rank only
 
     def _require_same_world_size(self, position: Position) -> None:
-        """Refuse a position of data that every rank has for itself, on another number of ranks."""
+        """Refuse a position in presharded data on another number of ranks."""
         if self._presharded and position.batches and position.num_processes != self.num_processes:
             raise PositionError(
                 f"This data was already split by rank, so its position is valid for {position.num_processes} "
@@ -124,7 +124,7 @@ class DataLoaderShard(PreparedLoader):
             self._warn_of_uneven_steps()
 
     def _warn_of_uneven_steps(self) -> None:
-        """Warn of ranks that will take different numbers of steps, before one of them waits for ever."""
+        """Warn if ranks will take different numbers of steps, which hangs collectives in the last one."""
         shard = self.shard
         if shard is None or shard.even_batches or shard.drop_last or self.joined:
             return
@@ -154,7 +154,7 @@ class DataLoaderShard(PreparedLoader):
 
     @property
     def _phase(self) -> int:
-        return phases.WAITING if self._presharded else phases.DATA  # these ranks ask each other at every step
+        return phases.WAITING if self._presharded else phases.DATA  # presharded ranks synchronise at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
@@ -194,10 +194,10 @@ class DataLoaderShard(PreparedLoader):
             yield batch
 
     def _last_index(self) -> int | None:
-        """Return the index of the last batch, where the length can be trusted.
+        """Return the index of the last batch, or None if the length cannot be trusted.
 
-        Elsewhere a batch is read ahead to find out. That is avoided where possible because reading ahead draws random
-        numbers (augmentation) earlier than the plain loader would.
+        Without it, one batch is prefetched to detect the end. That draws random numbers (augmentation) earlier than the
+        plain loader would, and is avoided where possible.
         """
         if self.shard is not None:
             trusted = sized_sampler(self.shard.batch_sampler) is not None
@@ -213,7 +213,7 @@ class DataLoaderShard(PreparedLoader):
         shard = self.shard
         if shard is None:
             if self.num_processes > 1 or isinstance(self.dataset, IterableDataset):
-                return None  # counted elsewhere: by the ranks together, or by the stream itself
+                return None  # counted by a collective, or by the stream itself
             real = self.remainder if self._last_index() is not None else self.index_source.length_of_last_batch
             return self._partial_round(real) if 0 < real < self.total_batch_size else None
         counted = shard.real_samples_in_last_round(self._start)
@@ -224,7 +224,7 @@ class DataLoaderShard(PreparedLoader):
         return self._partial_round(counted)
 
     def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
-        """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
+        """Unwrap the last batch of a stream (one per worker), or count the samples of a sampler's last round."""
         if isinstance(batch, BatchOfLastRound):
             return batch.batch, self._partial_round(batch.num_real)
         if self.data_makes_batches:
@@ -232,9 +232,9 @@ class DataLoaderShard(PreparedLoader):
         return batch, self._partial_last_round() if is_last else None
 
     def _lockstep_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """Go on until every rank is at its end: a rank that is there repeats its last batch, which counts nothing.
+        """Iterate until every rank is exhausted. An exhausted rank repeats its last batch, with a count of 0.
 
-        The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
+        The ranks do not know the lengths of each other's data, so they exchange batch sizes at every step.
         """
         self._own_samples_left = _real_samples_of(self.get_sampler())
         if self._own_samples_left is not None:
@@ -265,7 +265,7 @@ class DataLoaderShard(PreparedLoader):
             yield here if place is None else place(here)
 
     def _gather_batch_sizes(self, batch: Any) -> list[int]:
-        """Return the number of samples in every rank's next batch; 0 at its end."""
+        """Return the number of samples in every rank's next batch; 0 for an exhausted rank."""
         mine = 0 if batch is None else (find_batch_size(batch) or 1)
         if self._own_samples_left is not None:
             mine = min(mine, self._own_samples_left)
@@ -287,7 +287,7 @@ def _shard_in(options: dict[str, Any]) -> BatchSamplerShard | None:
 
 
 def _real_samples_of(sampler: Any) -> int | None:
-    """Return how many samples a `DistributedSampler` has for its rank before it repeats some; None for others."""
+    """Return the number of samples a `DistributedSampler` has before its padding; None for other samplers."""
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]

@@ -302,7 +302,7 @@ class MeshParallel(Strategy):
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part."""
+        """Return whether every process saves its own part."""
         return self.plugin.saves_shards
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _MAX_CACHED = 64
 
 
 class Placeholder(nn.Module):
-    """Stand in for a part that another stage owns: it returns fake tensors of the right shapes."""
+    """Replace a module that another stage owns: it returns fake tensors of the right shapes."""
 
     def __init__(self, meta_module: nn.Module) -> None:
         super().__init__()
@@ -21,9 +21,9 @@ class Placeholder(nn.Module):
         self.__dict__["_known"] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the part would return; fake tensors are remembered by the shapes that led to them.
+        """Return what the module would return. Results of fake tensors are cached by the shapes of the inputs.
 
-        Anything else, such as a mask or a number, may follow from the values of the inputs, and is computed each time.
+        Anything else, such as a mask or a number, may depend on input values, and is computed each time.
         """
         given = leaves((args, kwargs))
         key = tuple((x.shape, x.dtype, type(x)) if isinstance(x, Tensor) else (x, type(x)) for x in given)
@@ -42,10 +42,10 @@ class Placeholder(nn.Module):
         return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Leave it as it is: there is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def __getattr__(self, name: str) -> Any:
-        """Answer questions about the part, such as its width."""
+        """Look up attributes of the replaced module, such as its width."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -53,6 +53,6 @@ class Placeholder(nn.Module):
 
 
 def _versions(data: list[Any]) -> list[int]:
-    """Return how often each tensor that has values was written to."""
+    """Return the version counters of the real tensors."""
     tensors = [x for x in data if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]

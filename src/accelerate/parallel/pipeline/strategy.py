@@ -181,7 +181,7 @@ class PipelineParallel(MeshParallel):
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part: always, because no process has all of them."""
+        """Return whether every process saves its own part: always, because no process has all of them."""
         return True
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:

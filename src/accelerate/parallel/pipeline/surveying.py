@@ -236,7 +236,7 @@ class _StageTracer(TorchFunctionMode):
         return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
 
     def _is_of_a_stage(self, tensor: Tensor) -> bool:
-        """Tell whether other stages cannot compute a tensor by themselves."""
+        """Return whether other stages cannot compute a tensor by themselves."""
         return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
 
     def _take(self, tensor: Tensor, operation: str) -> None:

@@ -191,7 +191,7 @@ def _paired_outputs(
 
 
 def _has_16_bits(number: Tensor) -> bool:
-    """Tell whether a number was computed in 16 bits, whatever its type is now."""
+    """Return whether a number was computed in 16 bits, whatever its type is now."""
     return any(bool(number.to(dtype).to(number.dtype) == number) for dtype in (torch.bfloat16, torch.float16))
 
 
