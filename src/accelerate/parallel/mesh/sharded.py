@@ -1,4 +1,4 @@
-"""A model spread over a mesh: layers split by tensor parallelism, parameters sharded by FSDP2, copies averaged."""
+"""Models on a device mesh: tensor parallelism, FSDP2 sharding, and replication."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_DIVISORS = 4
 
 
 class MeshParallel(Strategy):
-    """Spread every model over one mesh. FSDP2, HSDP, tensor parallelism and any product of them."""
+    """Distribute models over one mesh: FSDP2, HSDP, tensor parallelism and their combinations."""
 
     mesh: Mesh
 
@@ -53,20 +53,20 @@ class MeshParallel(Strategy):
         self.capabilities = Capabilities(defers_sync=shards)
         self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
         self._split_buffers: SplitBuffers | None = None
-        """What `split_sequences` has cut at the moment."""
+        """The buffers that `split_sequences` has sharded at the moment."""
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = mesh.size("cp") > 1
 
-    # --- who shares what --------------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------------------------
 
     @property
     def num_data_ranks(self) -> int:
-        """Return how many processes see different samples."""
+        """Return the number of processes that see different samples."""
         return self.mesh.num_data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Return this process's number among them."""
+        """Return this process's rank among those that see different samples."""
         return self.mesh.data_rank
 
     @property
@@ -76,7 +76,7 @@ class MeshParallel(Strategy):
 
     @property
     def num_gradient_shares(self) -> int:
-        """Return over how many processes gradients are averaged."""
+        """Return the number of processes that gradients are averaged over."""
         return self.mesh.num_token_ranks
 
     @property
@@ -87,18 +87,18 @@ class MeshParallel(Strategy):
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> None:
-        """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""
+        """Leave a model in place if it is sharded: its units are moved one by one."""
         if self.mesh.sharding is None:
             super()._place(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split, recompute and shard a model in place, as far as each was asked for."""
+        """Apply tensor parallelism, activation checkpointing and sharding in place, each if configured."""
         model = self._parallelize(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
         self._register_position_check(model)
         return model
 
     def _register_position_check(self, model: nn.Module) -> None:
-        """Check how a model treats positions; after sharding, whose hooks must not run before this one."""
+        """Check how a model treats positions. Register it after sharding, so that this hook runs first."""
         if self.mesh.size("cp") > 1:
             self._position_checks[model] = PositionCheck(model, lambda: self._split_buffers, self.gradient_group)
 
@@ -119,14 +119,14 @@ class MeshParallel(Strategy):
         return model
 
     def _record_successors(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
-        """Note which parameters have taken the places of others."""
+        """Record which parameters were replaced by new ones."""
         for name, param in model.named_parameters(remove_duplicate=False):
             old = before.get(own_name(name))
             if old is not None and old is not param:
                 self._successors[old] = param
 
     def recompute(self, model: nn.Module) -> nn.Module:
-        """Let the units of a model forget their activations, and compute them again in the backward pass."""
+        """Apply activation checkpointing to the units of a model."""
         return self._recompute(model, units_of(model, self.plugin))
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -137,7 +137,7 @@ class MeshParallel(Strategy):
         return model
 
     def _steps_over(self, units: list[nn.Module]) -> Steps:
-        """Return the steps of a model whose units are known."""
+        """Return the steps for a model with these units."""
         return Steps(
             recompute=lambda model: self._recompute(model, units), shard=lambda model: self._shard(model, units)
         )
@@ -164,7 +164,7 @@ class MeshParallel(Strategy):
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
-            ignored_params = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
+            ignored_params = set(parameters_in(ignored)) or None  # materialising makes new ones
             fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_where_no_backward_follows)
@@ -182,7 +182,7 @@ class MeshParallel(Strategy):
         policy = self.plugin.mixed_precision_policy
         options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
         inner = {**options, "reshard_after_forward": reshard}
-        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
+        # The backward pass starts with the outermost unit: it would be gathered again right after it was freed.
         outer = {**options, "reshard_after_forward": None if reshard is True else reshard}
         if policy is not None:
             inner["mp_policy"] = replace(policy, output_dtype=None)
@@ -190,7 +190,7 @@ class MeshParallel(Strategy):
         return inner, outer
 
     def _keep_unsharded(self, model: nn.Module, params: list[nn.Parameter]) -> None:
-        """Move parameters that are not sharded to the device, and average their gradients."""
+        """Move unsharded parameters to the device, and average their gradients."""
         for param in params:
             param.data = param.data.to(self.runtime.device)
         if params:
@@ -205,19 +205,19 @@ class MeshParallel(Strategy):
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         super()._rebind(optimizer)
         params = params_of(optimizer)
-        for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
+        for param in params:  # an optimizer that has stepped before: shard its moments like its parameters
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
                     optimizer.state[param][name] = distribute_like(value, param)
         if len({mesh_of(param) for param in params}) > 1:
-            for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
+            for group in optimizer.param_groups:  # torch's foreach kernels take one mesh at a time
                 if "foreach" in group:
                     group["foreach"] = False
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients whole and unreduced inside the context."""
+        """Keep gradients unsharded and unreduced inside the context."""
         return self._synchronising(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -229,10 +229,10 @@ class MeshParallel(Strategy):
         if not isinstance(model, FSDPModule):
             yield
             return
-        beside = self._unsharded.get(model)
+        unsharded = self._unsharded.get(model)
         model.set_requires_gradient_sync(synchronises)
         try:
-            with nullcontext() if beside is None else beside.averaging(synchronises):
+            with nullcontext() if unsharded is None else unsharded.averaging(synchronises):
                 yield
         finally:
             model.set_requires_gradient_sync(True)
@@ -240,7 +240,7 @@ class MeshParallel(Strategy):
     def split_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
     ) -> AbstractContextManager[object]:
-        """Return a context in which every process has a part of each sequence, where there is an axis for it."""
+        """Return a context in which sequences are sharded over the `cp` axis, if there is one."""
         handler = self.mesh.config.cp_handler
         if self.mesh.size("cp") == 1 or handler is None:
             return nullcontext()
@@ -250,16 +250,16 @@ class MeshParallel(Strategy):
         )
 
     @contextmanager
-    def _recording(self, cut: SplitBuffers, splitting: AbstractContextManager[None]) -> Iterator[None]:
+    def _recording(self, buffers: SplitBuffers, splitting: AbstractContextManager[None]) -> Iterator[None]:
         with splitting:
-            self._split_buffers = cut
+            self._split_buffers = buffers
             try:
                 yield
             finally:
                 self._split_buffers = None
 
     def check_mean_loss(self, loss: Tensor) -> None:
-        """Say once, at the script's line, that the parts of a sequence are means over different numbers of items."""
+        """Warn once, at the script's line, if shards of a sequence average over different numbers of items."""
         if not self._compares_means or self._split_buffers is None:
             return
         found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MAX_DIVISORS]
@@ -278,7 +278,7 @@ class MeshParallel(Strategy):
                 return
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-        """Scale gradients by their norm over all shards; return the norm they had."""
+        """Clip gradients by their norm over all shards; return the norm before clipping."""
         params = self.current(parameters)
         given = [params] if isinstance(params, Tensor) else list(params)
         by_mesh: dict[Any, list[Tensor]] = {}
@@ -295,18 +295,18 @@ class MeshParallel(Strategy):
         return total
 
     def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of everything from the norms of its parts."""
+        """Return the total norm from the norms of the parts."""
         return norms[0] if len(norms) == 1 else norm_of(norms, norm_type).to(self.runtime.device)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def saves_shards(self) -> bool:
-        """Return whether every process saves its own part."""
+        """Return whether every process saves its own shard."""
         return self.plugin.saves_shards
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
+        """Gather a model's state on the main process, one tensor at a time; other processes get an empty dict."""
         state = gathered(model.state_dict())
         if not self.runtime.is_main_process:
             return {}
@@ -317,8 +317,8 @@ def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of norms."""
     if not norms:
         return torch.zeros(())
-    together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return together.max() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
 
 
 def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
@@ -327,7 +327,7 @@ def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: An
 
 
 class CheckpointedForward:
-    """A forward pass that keeps its inputs only, on the host if asked to, and runs again in the backward pass."""
+    """An activation-checkpointed forward pass: only its inputs are saved, on the host if `offload`."""
 
     def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
         self.forward = forward
@@ -337,13 +337,13 @@ class CheckpointedForward:
         """Run the forward pass."""
         if not self.offload:
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        # torch saves positional inputs only. Masks and positions stay where they are: the units share them.
+        # torch saves positional inputs only. Masks and positions are not offloaded: the units share them.
         moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
         kept = {name: value for name, value in kwargs.items() if name not in moved}
 
         def forward(*values: Any) -> Any:
             return self.forward(*values[: len(args)], **dict(zip(moved, values[len(args) :], strict=True)), **kept)
 
-        # Around the checkpoint and not inside it, where what the unit computes would be saved as well.
+        # Around the checkpoint, not inside it, where the intermediate activations would be saved as well.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
             return checkpoint(forward, *args, *moved.values(), use_reentrant=False)

@@ -1,23 +1,23 @@
-"""Find the whole parameters that compute on split activations under tensor parallelism, and sum their gradients.
+"""Find replicated parameters that compute on split activations under tensor parallelism, and sum their gradients.
 
-[Note: partial gradients] Between a column-wise layer and the row-wise one after it every process has some columns of
-the activations. A parameter that is whole there (the norm per head of Qwen3 and Gemma3) gets the gradient of these
-columns only: the true one is the sum over the processes. A parameter that computes on whole activations gets the
-true gradient on every process, and a sum would be wrong. Which is which cannot be seen in names or in the order of
-modules (a norm may stand before, between or after), and comparing gradients misses those that are equal by chance,
-such as zeros. So the first forward pass in training is followed, operation by operation:
+[Note: partial gradients] Between a column-wise layer and the row-wise layer after it every process holds some columns
+of the activations. A replicated parameter there (the norm per head of Qwen3 and Gemma3) gets the gradient of these
+columns only; the true gradient is the sum over the processes. A parameter that computes on whole activations gets the
+true gradient on every process, and a sum would be wrong. Names or the order of modules do not tell them apart (a norm
+may be before, between or after), and comparing gradients misses those that are equal by chance, such as zeros. So the
+first forward pass in training is traced, operation by operation:
 
-- what a split layer returns as this process's part (`DTensor.to_local`) is *split*, and so is what is computed from it,
-  until a row-wise layer or a collective makes it whole again;
-- a whole tensor knows the parameters that it was computed from since the last split layer, because a split layer
+- the local output of a split layer (`DTensor.to_local`) is *split*, and so is what is computed from it, until a
+  row-wise layer or a collective makes it whole again;
+- a whole tensor carries the parameters it was computed from since the last split layer, because a split layer
   completes the gradient of its whole inputs (`DTensor.from_local`);
-- where a whole tensor meets a split one, the gradients of its parameters are partial; where it enters a split layer
-  or leaves the model they are whole.
+- where a whole tensor is combined with a split one, the gradients of its parameters are partial; where it enters a
+  split layer or is returned by the model they are whole.
 
-Partial parameters get a hook on their gradient, whole ones nothing. What is both is refused by name, and so is what a
-split layer returned whole and then meets a split tensor, because its gradient would be partial. Every operation of
-torch is seen, below autograd, whoever calls it; the price is a slow first pass. Passes are followed until every
-parameter that is trained has been used, and then never again.
+Partial parameters get a hook that sums their gradient, whole ones none. A parameter that is both is refused by name. So
+is a tensor that a split layer returned whole and that is then combined with a split one, because its gradient would be
+partial. Tracing works below autograd and sees every torch operation; the first pass is slow. Passes are traced until
+every trained parameter has been used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _COLLECTIVES = ("allreduce", "all_reduce", "allgather", "all_gather")
 _FACTORIES = ("_like", "new_", "empty", "zeros", "ones", "full")
-"""Operations that take a tensor for its shape only."""
+"""Operations that use only the shape of a tensor."""
 _HINT = (
     'runs under a plan of tensor parallelism. If it is the shapes that do not fit: outputs of a "colwise" layer are '
     'split, and only a "rowwise" layer takes them so; "colwise_rep" gathers them. A "rowwise" layer takes split '
@@ -57,21 +57,21 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Completing:
-    """Modules that complete gradients by themselves: of what they are given, or of what they return."""
+    """Modules that reduce gradients themselves: those of their inputs, or of their outputs."""
 
     inputs: Sequence[nn.Module] = ()
     outputs: Sequence[nn.Module] = ()
 
 
 def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh, completing: Completing) -> None:
-    """Follow the first forward passes in training, and let partial gradients be summed over the mesh from then on."""
+    """Trace the first forward passes in training, and sum partial gradients over the mesh from then on."""
     names = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if names:
         _ForwardTracker(model, _Dataflow(model, names, mesh), completing)
 
 
 class _ForwardTracker:
-    """The hooks that follow forward passes, as long as they are needed."""
+    """Hooks that trace forward passes until every trained parameter was used."""
 
     def __init__(self, model: nn.Module, flow: _Dataflow, completing: Completing) -> None:
         self.flow = flow
@@ -81,7 +81,7 @@ class _ForwardTracker:
         self.has_warned = False
         self.context: Any = None
         self.names = {module: name for name, module in model.named_modules()}
-        # Not as decorators: they would import the compiler with this file, which takes seconds.
+        # Not as decorators: these would import the compiler with this module, which takes seconds.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self.handles = [
             handle
@@ -94,7 +94,7 @@ class _ForwardTracker:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.inside:
-            # Blocks that recompute their activations run again in the backward pass.
+            # Checkpointed blocks run again in the backward pass.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
             self.context = self.flow.tracking()
@@ -147,7 +147,7 @@ class _ForwardTracker:
 
 
 class _Dataflow(TorchDispatchMode):
-    """Which tensors are split, and which parameters each whole one was computed from: one bit for each."""
+    """Track which tensors are split, and which parameters each whole tensor depends on, as a bit set."""
 
     supports_higher_order_operators = True
 
@@ -157,21 +157,21 @@ class _Dataflow(TorchDispatchMode):
         self.mesh = mesh
         self.bits = {name: 1 << position for position, name in enumerate(names)}
         self.activation = 1 << len(names)
-        """The bit of what a split layer returned whole, and of the model's own inputs."""
+        """The bit of whole outputs of split layers and of the model's inputs."""
         self.parameters: dict[int, nn.Parameter] = {}
-        """By bit, as autograd sees it: under FSDP2 the gathered one, which is the same object in every pass."""
+        """By bit, as autograd sees them: under FSDP2 the gathered parameter, which is the same object in every pass."""
         self.place = ""
-        """The name of the module that runs."""
+        """The name of the running module."""
         self.used = self.partial = self.whole = 0
         self.mixed_in: dict[int, str] = {}
         self._frozen = 0
         self._known: dict[int, int] = {}
-        # A weak reference keeps the address from being used again, and nothing else.
+        # A weak reference only keeps the address from being reused.
         self._tensors: dict[StorageWeakRef, tuple[bool, int]] = {}
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Follow what is computed in the context."""
+        """Trace what is computed inside the context."""
         trained = self.trained()
         self._frozen = sum(bit for name, bit in self.bits.items() if name not in trained)
         from_local, to_local, full = DTensor.from_local, DTensor.to_local, DTensor.full_tensor
@@ -205,7 +205,7 @@ class _Dataflow(TorchDispatchMode):
             self._tensors.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what its results come from."""
+        """Run an operation, and record what its results depend on."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
@@ -221,7 +221,7 @@ class _Dataflow(TorchDispatchMode):
         return result
 
     def _state_of_result(self, operation: str, tensors: list[Tensor]) -> tuple[bool, int]:
-        """Return whether an operation's results are split and what they come from; note what it used."""
+        """Return whether an operation's results are split and what they depend on; record the parameters used."""
         states = [self._state(tensor) for tensor in tensors]
         origins = reduce(or_, (origin for _, origin in states), 0)
         self.used |= origins
@@ -233,20 +233,20 @@ class _Dataflow(TorchDispatchMode):
         return False, 0 if _is_one_of(operation, _FACTORIES) else origins
 
     def trained(self) -> set[str]:
-        """Return the parameters that want a gradient."""
+        """Return the names of the parameters that require gradients."""
         return {own_name(name) for name, param in self.model.named_parameters() if param.requires_grad}
 
     def complete(self, data: Any) -> None:
-        """Take the gradients of these tensors for whole, whatever they meet."""
+        """Mark the gradients of these tensors as whole."""
         for tensor in _plain(data):
             is_split, origins = self._state(tensor)
             self.whole |= origins
             self._set(tensor, (is_split, 0))
 
-    # --- what is refused --------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------------------------
 
     def require_whole(self, output: Any) -> None:
-        """Refuse a model whose first output is a part on every process."""
+        """Refuse a model whose first output is split."""
         states = [self._state(tensor) for tensor in _plain(output)]
         if states and states[0][0]:
             raise ValueError(
@@ -270,7 +270,7 @@ class _Dataflow(TorchDispatchMode):
             )
 
     def explain(self, error: BaseException) -> None:
-        """Tell people whose shapes do not fit how a plan can be the reason, once."""
+        """Add a hint about the plan to a shape error, once."""
         if (
             isinstance(error, RuntimeError)
             and not isinstance(error, torch.OutOfMemoryError)
@@ -278,7 +278,7 @@ class _Dataflow(TorchDispatchMode):
         ):
             error.args = (f"{error} {self.place or 'The model'} {_HINT}",)
 
-    # --- where a tensor comes from ----------------------------------------------------------------------------------
+    # --- dependencies of tensors -------------------------------------------------------------------------------------
 
     def _enters(self, local: Tensor, made: DTensor) -> None:
         if made.device_mesh != self.mesh or isinstance(local, DTensor):
@@ -312,7 +312,7 @@ class _Dataflow(TorchDispatchMode):
         if isinstance(tensor, nn.Parameter) and not is_split:
             return False, self._origin(tensor)
         if torch.is_grad_enabled() and not tensor.requires_grad:
-            origins &= self._frozen  # what is trained has no gradient through this tensor
+            origins &= self._frozen  # no gradient flows through this tensor to trained parameters
         return is_split, origins
 
     def _origin(self, param: Tensor) -> int:
@@ -321,7 +321,7 @@ class _Dataflow(TorchDispatchMode):
                 bit = self.bits.get(own_name(name))
                 if bit is not None and not isinstance(current, DTensor):
                     self._known[id(current)] = bit
-                    self.parameters[bit] = current  # and keeps the address from being used again
+                    self.parameters[bit] = current  # also keeps the address from being reused
         return self._known.get(id(param), 0)
 
 
@@ -330,7 +330,7 @@ def _is_one_of(operation: str, kinds: Sequence[str]) -> bool:
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
-    """Return what a tensor and all views of it have in common."""
+    """Return a key that a tensor shares with all its views."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -347,10 +347,10 @@ def _sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
         return total
 
     trained = param.requires_grad
-    param.requires_grad_(True).register_hook(summed)  # type: ignore[no-untyped-call] # a frozen one too: it may be trained later
+    param.requires_grad_(True).register_hook(summed)  # type: ignore[no-untyped-call] # frozen ones too: they may be trained later
     param.requires_grad_(trained)
 
 
 def abbreviated(names: list[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

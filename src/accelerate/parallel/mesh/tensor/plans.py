@@ -1,4 +1,4 @@
-"""Tensor parallelism by a plan: module name patterns -> how a layer is split over the processes of one axis."""
+"""Tensor parallelism by a plan: module name patterns -> how a layer is split over one mesh axis."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ _STYLES: dict[str, Any] = {
     "sequence_input": lambda: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     "sequence_output": lambda: PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
 }
-"""Styles by name; what each splits is in the documentation of `torch.distributed.tensor.parallel`."""
+"""Styles by name; see `torch.distributed.tensor.parallel` for their meaning."""
 _REPLICATED = ("replicate", "replicated_with_grad_allreduce")
-"""Styles of layers that stay as they are: whose gradients have to be summed is found out for every layer."""
+"""Styles of layers that are not split; gradients to sum are detected for every layer."""
 
 
 def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
-    """Split the layers that the plan names, in place; a model that carries DTensors already is taken as it is.
+    """Split the layers that the plan names, in place. A model that already has DTensors is not changed.
 
-    Weights that were shared stay shared, and what the plan leaves out gets whole gradients: see
-    [Note: partial gradients].
+    Tied weights stay tied, and parameters outside the plan get complete gradients: see [Note: partial gradients].
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         return
@@ -77,19 +76,19 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
     for module, style in layers.values():
         parallelize_module(module, mesh, style)
     completing = split_by_transformers(model, rest, mesh)
-    _join(model, ties, mesh)
+    _restore_ties(model, ties, mesh)
     if any(isinstance(style, ColwiseParallel) and not style.use_local_output for _, style in layers.values()):
-        _let_losses_take_split_vocabularies()
+        _enable_loss_parallel()
     sum_partial_gradients(model, mesh, completing)
 
 
 def _layers_of(
     model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None
 ) -> tuple[dict[str, tuple[nn.Module, ParallelStyle]], dict[str, str]]:
-    """Return the layers that torch's styles split, and the rules that only transformers can follow."""
+    """Return the layers that torch's styles split, and the rules that only transformers implements."""
     modules = {name: module for name, module in model.named_modules() if name}
     params = [name for name, _ in model.named_parameters()]
-    # The plan of a class of models may name layers that this one does without.
+    # The plan of a model class may name layers that this model lacks.
     matching = _matching_rules(plan, [*modules, *params], warns=plan is given)
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
     rest: dict[str, str] = {}
@@ -109,7 +108,7 @@ def _layers_of(
 
 
 def _matching_rules(plan: Mapping[str, Any], names: list[str], *, warns: bool) -> dict[str, Any]:
-    """Return the rules of a plan whose pattern fits one of the names; there must be one."""
+    """Return the rules of a plan that match one of the names; at least one must."""
     matching = {
         pattern: style for pattern, style in plan.items() if any(matches_pattern(name, pattern) for name in names)
     }
@@ -125,16 +124,16 @@ def _style(style: Any, module: nn.Module) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     if style == "rowwise" and isinstance(module, nn.Embedding):
-        style = "embedding_rowwise"  # its inputs are numbers of rows, which every process has
+        style = "embedding_rowwise"  # its inputs are row indices, which are replicated
     made: ParallelStyle = _STYLES[style]()
     return made
 
 
 def _require_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
-    """Refuse a plan that splits activations and never joins them, or joins what nobody splits."""
+    """Refuse a plan that splits activations and never reduces them, or reduces what is not split."""
     styles = [style for _, style in layers.values()]
     if not all(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in styles):
-        return  # what other styles do is seen in the first forward pass
+        return  # other styles are checked in the first forward pass
     begin = [
         name for name, (_, style) in layers.items() if isinstance(style, ColwiseParallel) and _splits_output(style)
     ]
@@ -169,8 +168,8 @@ def _require_splittable(name: str, module: nn.Module, style: ParallelStyle) -> N
         )
 
 
-def _join(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
-    """Make shared weights one again; a layer that the plan leaves out is split as the one it shares with."""
+def _restore_ties(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
+    """Tie shared weights again; a layer outside the plan is split like the one it shares with."""
     for names in ties.groups:
         params = {name: model.get_parameter(name) for name in names}
         ways = {param.placements for param in params.values() if isinstance(param, DTensor)}
@@ -189,7 +188,7 @@ def _join(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
 
 
 def _like(layer: nn.Module, own: str, placements: tuple[Any, ...], names: list[str]) -> ParallelStyle:
-    """Return the style that splits a layer's weight in this way, and neither its inputs nor its outputs."""
+    """Return the style that splits a layer's weight in this way, but neither its inputs nor its outputs."""
     by_rows = placements == (Shard(0),)
     if own == "weight" and (by_rows or placements == (Shard(1),)):
         if isinstance(layer, nn.Embedding):
@@ -240,8 +239,8 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, found))
 
 
-def _let_losses_take_split_vocabularies() -> None:
-    """Teach cross entropy to work on logits of which every process has some columns, from now on."""
+def _enable_loss_parallel() -> None:
+    """Enable torch's `loss_parallel` for the rest of the process: cross entropy takes sharded logits."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     global _loss_context
@@ -254,12 +253,12 @@ _loss_context: Any = None
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many processes a library has split a model's layers; None without a note of it.
+    """Return the tensor-parallel size that a library recorded on a model, or None.
 
-    It stands in the model's `tp_size`, or in the `distributed_config` of its configuration, as transformers 5 has it.
+    It is the model's `tp_size`, or that of `config.distributed_config` in transformers 5.
     """
     size = getattr(model, "tp_size", None)
     if size is None:
-        noted = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = noted.get("tp_size") if isinstance(noted, Mapping) else getattr(noted, "tp_size", None)
+        recorded = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = recorded.get("tp_size") if isinstance(recorded, Mapping) else getattr(recorded, "tp_size", None)
     return None if size is None else int(size)
