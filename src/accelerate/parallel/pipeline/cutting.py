@@ -1,14 +1,14 @@
-"""Where a model is cut into stages, and which stage owns which of its parts.
+"""Partition a model into pipeline stages: where it is cut, and which stage owns which module.
 
-[Note: cutting] A model is cut by names, and every stage then runs the model's *own* forward pass: parts that other
-stages own are stand-ins which know shapes and nothing else (`surveying.py`), what arrives from the stage before takes
-the place of the first own block's arguments, and the pass is left where the next stage begins (`stages.py`). torch's
-tracer (`torch.distributed.pipelining.pipeline`) was tried first and not taken. It cuts a recorded graph, and a graph
-has the example's sequence length and the example's training mode in it: dropout goes on in evaluation, without a word.
-It also needs an example before the optimizer is bound, refuses `if` on values, and leaves none of the modules that
-FSDP2, tensor parallelism, recomputation and regional compilation work on. What the tracer could do and this cannot is a
-value that goes around a cut, from one stage to a later one, other than as an argument of the block that begins it:
-that is found out with the first batch, on every process, before anything is sent, and said.
+[Note: cutting] A model is cut at module names, and every stage runs the model's *own* forward pass. Modules of other
+stages are placeholders that only know shapes (`surveying.py`). What the previous stage sends replaces the arguments of
+the stage's first block, and the pass ends where the next stage starts (`stages.py`). torch's tracer
+(`torch.distributed.pipelining.pipeline`) was tried first and rejected. It cuts a recorded graph, which fixes the
+example's sequence length and training mode: dropout silently stays on in evaluation. It also needs an example before
+the optimizer is bound, does not support `if` on values, and keeps none of the modules that FSDP2, tensor parallelism,
+activation checkpointing and regional compilation work on. Unlike the tracer, this does not support a value that
+bypasses a cut, from one stage to a later one, other than as an argument of the stage's first block. That is detected
+and reported with the first batch, on every process, before anything is sent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import nn
 from ..modules.wrapping import repeated_blocks
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that nobody calls: what they hold is given to stages one by one."""
+"""Modules that are never called: their children are assigned to stages one by one."""
 
 
 class CannotCutError(ValueError):
-    """Refuse to cut a model, with the reason and what can be done.
+    """Report that a model cannot be cut, with the reason and a remedy.
 
     The model has no blocks to divide, fewer of them than stages, or parameters that two stages need. Name the cuts with
     `PipelineConfig(split_at=...)`, give `example_inputs`, or take fewer stages.
@@ -38,13 +38,13 @@ class Partition:
     """Which stage owns which part of a model."""
 
     starts: list[str]
-    """The modules with which the stages after the first begin."""
+    """The first modules of the stages after the first one."""
     parts: dict[str, int | None] = field(default_factory=dict)
-    """Modules that belong to one stage as a whole; None for those without parameters, which every stage has."""
+    """Modules that belong to one stage; None for those without parameters, which every stage has."""
     loose_parameters: dict[str, int] = field(default_factory=dict)
-    """Parameters that belong directly to a module which the cut goes through."""
+    """Parameters held directly by a module that is cut."""
     cut_modules: list[str] = field(default_factory=list)
-    """The modules that the cut goes through, from the outside in."""
+    """The modules that are cut, from the outside in."""
 
     @property
     def num_stages(self) -> int:
@@ -52,7 +52,7 @@ class Partition:
         return len(self.starts) + 1
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the part that a parameter or buffer lies in."""
+        """Return the part that holds a parameter or buffer."""
         name = tensor
         while name:
             name = name.rpartition(".")[0]
@@ -61,7 +61,7 @@ class Partition:
         return None
 
     def stage_of(self, tensor: str) -> int | None:
-        """Return the stage that owns a parameter or buffer; None where every stage has it."""
+        """Return the stage that owns a parameter or buffer; None if every stage has it."""
         part = self.part_of(tensor)
         return self.loose_parameters.get(tensor) if part is None else self.parts[part]
 
@@ -69,9 +69,9 @@ class Partition:
 def stage_starts(
     model: nn.Module, split_at: Sequence[str] | None, num_stages: int, asked: str, blocks: Sequence[str] = ()
 ) -> list[str]:
-    """Return the names of the modules with which the stages after the first begin.
+    """Return the names of the first modules of the stages after the first one.
 
-    `asked` says who wants so many; `blocks` are the classes of the blocks, if they are known.
+    `asked` names the setting in error messages; `blocks` are the classes of the blocks, if they are known.
     """
     if split_at is None:
         return _even_starts(model, num_stages, asked, blocks)
@@ -138,7 +138,7 @@ def _blocks(model: nn.Module, named: Sequence[str]) -> list[str]:
 
 
 def _blocks_in(container: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the children that may begin a stage; in a sequence of plain layers these are all with parameters."""
+    """Return the children that may start a stage; in a sequence of plain layers, all with parameters."""
     children = dict(container.named_children())
     blocks = {name: child for name, child in children.items() if is_block(child)}
     return blocks or {name: child for name, child in children.items() if any(True for _ in child.parameters())}
@@ -151,11 +151,11 @@ def _size(module: nn.Module) -> int:
 def partition_model(
     model: nn.Module, starts: list[str], uses: Mapping[str, set[int]] | None = None, *, check_ties: bool = True
 ) -> Partition:
-    """Give every part of a model to a stage.
+    """Assign every part of a model to a stage.
 
-    The parts are those that the cuts leave whole. Without `uses`, what is registered before the first block goes to
-    the first stage and what is registered after the last one to the last, as it is written in most models; `uses` says
-    for every parameter in which stages the forward pass takes it.
+    The parts are the modules that are not cut. `uses` maps every parameter to the stages whose forward pass uses it.
+    Without it, modules registered before the first block go to the first stage and modules registered after the last
+    block to the last stage, which fits most models.
     """
     partition = Partition(starts)
     inner = {start.rpartition(".")[0] for start in starts}
@@ -205,7 +205,7 @@ def _assign_by_use(partition: Partition, uses: Mapping[str, set[int]]) -> None:
 
 
 def require_use_in_own_stage(partition: Partition, uses: Mapping[str, set[int]]) -> None:
-    """Refuse a partition in which a stage takes parameters that another one owns."""
+    """Refuse a partition in which a stage uses parameters that another stage owns."""
     for tensor, stages in uses.items():
         owner = partition.stage_of(tensor)
         if owner is None or stages == {owner}:

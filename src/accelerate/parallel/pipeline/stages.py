@@ -1,7 +1,7 @@
-"""A stage of a cut model: the model's own forward pass, of which only this stage's blocks are real.
+"""A pipeline stage: the model's own forward pass, in which only this stage's blocks are real.
 
-See [Note: cutting] in `cutting.py`. A stage is a view of the user's model: it shares every module that it owns and has
-copies of the few that the cut goes through, with stand-ins for what other stages own.
+See [Note: cutting] in `cutting.py`. A stage is a view of the user's model: it shares every module that it owns, copies
+the few that are cut, and has placeholders for modules of other stages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .surveying import MetaModel, StageBoundary
 
 
 class StageExit(Placeholder):
-    """Stand where the next stage begins, and leave the forward pass with what it is called with."""
+    """Replace the first block of the next stage: it ends the forward pass with the arguments it is called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave."""
+        """End the forward pass."""
         raise _StageExitReached((args, kwargs))
 
 
-class _StageExitReached(BaseException):  # not an Exception, so that no `except` in a forward pass takes it for its own
+class _StageExitReached(BaseException):  # not an Exception, so that no `except` in a forward pass catches it
     def __init__(self, call: Any) -> None:
         super().__init__()
         self.call = call
@@ -42,7 +42,7 @@ class StageView:
         self.is_last = index == partition.num_stages - 1
         self.input_boundary = self.output_boundary = StageBoundary()
         self.output: Any = None
-        """What the last stage returned, whose tensors went the way of the pipeline."""
+        """The output of the last stage, which gives the structure of its tensors."""
         self._partition = partition
         self._received: tuple[Tensor, ...] | None = None
         self._copies: list[tuple[nn.Module, nn.Module]] = []
@@ -73,12 +73,12 @@ class StageView:
         return child
 
     def register_entry_hook(self) -> None:
-        """Listen for the first own block; after all other hooks were put on it, because this one comes first."""
+        """Hook the first block. Call it after all other hooks are registered, because this one must run first."""
         if self._entry is not None:
             self._entry.register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
 
     def write_back(self) -> None:
-        """Let the user's model have the parameters and buffers that sharding put into the copies."""
+        """Write the parameters and buffers that sharding put into the copies back to the user's model."""
         for original, view in self._copies:
             original._buffers.update(view._buffers)
             for own, param in view._parameters.items():
@@ -86,30 +86,30 @@ class StageView:
                     original._parameters[own] = param
 
     def sync_from_model(self) -> None:
-        """Take over what was set on the user's model since: train or eval, buffers, and any attribute of its own."""
+        """Copy what was set on the user's model since: training mode, buffers, and other attributes."""
         for original, view in self._copies:
-            _take_attributes(original, view)
+            _copy_attributes(original, view)
 
     def sync_to_model(self) -> None:
-        """Give the user's model what the forward pass has set: buffers, and any attribute of its own."""
+        """Copy what the forward pass has set to the user's model: buffers and other attributes."""
         for original, view in self._copies:
-            _take_attributes(view, original)
+            _copy_attributes(view, original)
 
     def _receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._received is None:  # called otherwise than by this stage: recomputed, or in front of another stage
+        if self._received is None:  # not called by this stage: recomputed, or in front of another stage
             return None
         received, self._received = self._received, None
         return self.input_boundary.insert((args, kwargs), received)
 
     def _run(self, received: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Run the model's forward pass from the own first block to where the next stage begins, or to the end."""
+        """Run the model's forward pass from this stage's first block to the next stage, or to the end."""
         self._received = received if self.index else None
         try:
             self.output = self._forward(*args, **kwargs)
         except _StageExitReached as reached:
             outputs = self.output_boundary.extract(reached.call)
         else:
-            # torch takes outputs out of the graph in place after their backward pass, so a parameter goes as a view.
+            # torch detaches outputs in place after their backward pass, so a parameter is returned as a view.
             outputs = tuple(
                 leaf.view_as(leaf) if isinstance(leaf, nn.Parameter) else leaf for leaf in tensors_of(self.output)
             )
@@ -123,7 +123,7 @@ class StageView:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a module with the same attributes, but hooks and children of its own."""
+    """Copy a module with its own dicts of hooks and children."""
     view = type(module).__new__(type(module))
     view.__dict__.update(vars(module))
     for key, value in vars(module).items():
@@ -134,7 +134,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return view
 
 
-def _take_attributes(source: nn.Module, target: nn.Module) -> None:
+def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
     for key, value in vars(source).items():
         if key.startswith("_") or key == "forward" or isinstance(value, FakeTensor):
             continue
@@ -144,13 +144,13 @@ def _take_attributes(source: nn.Module, target: nn.Module) -> None:
 
 
 def replace_by_meta(module: nn.Module, own: str, meta_module: nn.Module) -> None:
-    """Take a parameter out of a module, leaving what has its shape."""
+    """Replace a parameter of a module by a fake one."""
     del module._parameters[own]
     module.__dict__[own] = meta_module._parameters[own]
 
 
 def prune_to_stages(model: nn.Module, partition: Partition, meta_model: MetaModel, stages: Sequence[int]) -> None:
-    """Leave in the user's model what these stages own, under its own names."""
+    """Replace everything in the user's model that these stages do not own."""
     for full, stage in partition.loose_parameters.items():
         if stage not in stages:
             owner, own = owner_of(model, full)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: every process of the `pp` axis holds some of the layers; micro-batches pass through them."""
+"""Pipeline parallelism: every rank of the `pp` axis holds some of the layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineParallel(MeshParallel):
-    """Cut every model into stages along the `pp` axis; what the other axes do, they do to each stage."""
+    """Partition models into stages along the `pp` axis; the other axes apply to each stage."""
 
     holds_whole_models = False
 
@@ -58,19 +58,19 @@ class PipelineParallel(MeshParallel):
         self.size = mesh.size("pp")
         self.rank = mesh.axis("pp").get_local_rank()
         self.group: dist.ProcessGroup = mesh.axis("pp").get_group()
-        self.config.microbatches_for(self.size)  # refused now and not with the first batch
+        self.config.microbatches_for(self.size)  # fail early
         self._to_place: set[int] = set()
-        # Parameters of other processes' stages: optimizers and lists made before `prepare` still name them.
+        # Parameters of other ranks' stages: optimizers and lists made before `prepare` still hold them.
         self._other_stage_parameters: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> None:
-        """Wait: a process moves its own stage only, which is known once the model is cut."""
+        """Defer the move: a rank moves only its own stages, which are known once the model is partitioned."""
         self._to_place.add(id(model))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Cut a model, keep this process's stages of it, and spread each of them over the other axes."""
+        """Partition a model, keep this rank's stages, and distribute each of them over the other axes."""
         if pipeline_of(model) is not None:
             return model
         if materialising.has_no_weights(model):
@@ -85,7 +85,7 @@ class PipelineParallel(MeshParallel):
         own = self.config.stages_of(self.rank, self.size)
         for param in parameters_of_other_stages(model, partition, own):
             self._other_stage_parameters[param] = True
-        units = units_of(model, self.plugin)  # before the cut: a single block that is left is not a repeated one
+        units = units_of(model, self.plugin)  # before pruning: a single remaining block is not a repeated one
         meta_model = MetaModel(model, partition, self.runtime.device)
         prune_to_stages(model, partition, meta_model, own)
         if place and self.mesh.sharding is None:
@@ -130,7 +130,7 @@ class PipelineParallel(MeshParallel):
             )
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave an optimizer the parameters of this process's stages; a group may be empty, and stays."""
+        """Keep only the parameters of this rank's stages in an optimizer; groups may become empty."""
         if self._other_stage_parameters:
             for group in optimizer.param_groups:
                 group["params"] = [param for param in group["params"] if param not in self._other_stage_parameters]
@@ -139,24 +139,24 @@ class PipelineParallel(MeshParallel):
         super()._rebind(optimizer)
 
     def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
-        """Return the parameters that took the places of these, without those of other stages."""
+        """Map parameters to their replacements, without those of other stages."""
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         return super().current([param for param in given if param not in self._other_stage_parameters])
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def forward_backward(self, model: nn.Module, batch: Batch, shares: Shares, backward: Callable[..., None]) -> Tensor:
-        """Pass a batch through the stages and back, and return its mean loss on every process of the pipeline."""
+        """Run the pipeline schedule on a batch, and return its mean loss on every rank of the pipeline."""
         pipeline = pipeline_of(model)
         if pipeline is None:
             return super().forward_backward(model, batch, shares, backward)
         if model in self._position_checks:
             self._position_checks[model].check(model, batch.args, batch.kwargs)
-        with phases.during(phases.BACKWARD), shares as share:  # its stages wait for each other all the way
+        with phases.during(phases.BACKWARD), shares as share:  # stages wait for each other throughout
             return pipeline.train(batch, share)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients unreduced inside the context."""
+        """Skip gradient reduction inside the context."""
         return self._reducing(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -181,11 +181,11 @@ class PipelineParallel(MeshParallel):
 
     @property
     def saves_shards(self) -> bool:
-        """Return whether every process saves its own part: always, because no process has all of them."""
+        """Return True: every process saves its own stages."""
         return True
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Gather the states of all stages on the main process, one tensor after the other."""
+        """Gather the states of all stages on the main process, one tensor at a time."""
         pipeline = pipeline_of(model)
         if pipeline is None:
             return super().full_state_dict(model)

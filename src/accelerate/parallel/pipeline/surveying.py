@@ -1,10 +1,10 @@
-"""A model without its weights, and one forward pass through it: what each stage takes, and hands to the next.
+"""Trace a forward pass on fake weights: which parameters each stage uses, and what it sends to the next.
 
-[Note: what is handed on] A stage runs the code in front of its own blocks by itself, on the model's inputs and without
-weights, so it knows masks and positions without being told. It is told the rest, and only as arguments of the block
-that it begins with: what depends on parameters, and what was drawn at random, because another process would draw
-something else. The survey names these arguments. It sees one micro-batch, and is used for all that have its shape. So
-it may rely on shapes alone, and each stage checks that its own call has the arguments that the survey names.
+[Note: stage boundaries] A stage runs the code in front of its own blocks itself, on the model's inputs and without
+weights, so masks and positions are computed locally. It receives the rest, only as arguments of its first block: what
+depends on parameters, and what was drawn at random, because another process would draw other numbers. The survey names
+these arguments. It traces one micro-batch and is used for all of the same shape. So it may depend on shapes only, and
+each stage checks that its own call has the arguments that the survey names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .cutting import CannotCutError, Partition, partition_model
 
 @dataclass
 class StageBoundary:
-    """What one stage hands to the next: names and forms of arguments of the block that begins it."""
+    """What one stage sends to the next: names, shapes and dtypes of arguments of the next stage's first block."""
 
     start: str = ""
-    """The block."""
+    """The name of the block."""
     forms: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    """Arguments by their place in the call, such as `[1]['hidden_states']`."""
+    """Arguments by their path in the call, such as `[1]['hidden_states']`."""
 
     def extract(self, call: Any) -> tuple[Tensor, ...]:
-        """Pick them from the arguments of a call."""
+        """Return the tensors to send from the arguments of a call."""
         given = dict(named_leaves(call))
         taken: list[Tensor] = []
         for name, (shape, _) in self.forms.items():
@@ -46,7 +46,7 @@ class StageBoundary:
         return tuple(taken)
 
     def insert(self, call: Any, received: tuple[Tensor, ...]) -> Any:
-        """Return a call with the arguments that were received."""
+        """Return the arguments of a call with the received tensors."""
         by_name = dict(zip(self.forms, received, strict=True))
         names = iter([name for name, leaf in named_leaves(call) if isinstance(leaf, Tensor)])
 
@@ -62,7 +62,7 @@ class StageBoundary:
         return filled
 
     def examples(self) -> tuple[Tensor, ...]:
-        """Return tensors of their form, without memory."""
+        """Return meta tensors of these shapes and dtypes."""
         return tuple(
             torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
             for shape, dtype in self.forms.values()
@@ -78,21 +78,21 @@ class StageBoundary:
 
 @dataclass
 class Survey:
-    """What one forward pass showed."""
+    """The result of tracing one forward pass."""
 
     boundaries: list[StageBoundary]
-    """What the stages after the first are handed."""
+    """The input boundaries of the stages after the first."""
     uses: dict[str, set[int]]
-    """Parameter -> the stages that take it."""
+    """Parameter -> the stages that use it."""
     changes: list[str]
-    """State that the forward pass changes on every stage, because its new value follows from the inputs."""
+    """State that the forward pass changes on every stage, because its new value depends only on the inputs."""
 
 
 class MetaModel:
-    """The structure of a model whose parameters have shapes, types and a device, and no values.
+    """A copy of a model with fake parameters: they have a shape, a dtype and a device, but no data.
 
-    Its parameters are fake tensors, and whatever is computed from one is fake too, while masks or positions that come
-    from the model's inputs alone stay real. So a stage can run the code in front of its own blocks at no cost.
+    Whatever is computed from fake tensors is fake too, while masks or positions that depend only on the model's inputs
+    stay real. So a stage can run the code in front of its own blocks at no cost.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class MetaModel:
             fake(name, param)
         for name, buffer in model.named_buffers():
             if partition.stage_of(name) is None:
-                # Every stage has it: a mask, or the frequencies of a position. A survey may count up a copy only.
+                # Every stage has it, such as a mask or rotary frequencies. Copy it, because the survey may change it.
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
             else:
                 fake(name, buffer)
@@ -128,7 +128,7 @@ class MetaModel:
             ) from error
 
     def survey(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Survey:
-        """Run the forward pass once and see what each stage takes; refuse what cannot be cut."""
+        """Trace the forward pass once; raise `CannotCutError` if the model cannot be cut here."""
         self.model.train(training)
         args, kwargs = recursively_apply(torch.clone, (args, kwargs))  # a forward pass may write into its inputs
         tracer = _StageTracer(self._names, self.partition, self._device, _SharedState(self.model, self.partition))
@@ -156,14 +156,14 @@ class MetaModel:
 
 
 def partition_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
-    """Give every part of a model to the stage that takes it when the model is called like this."""
+    """Assign every part of a model to the stage that uses it in a call with these arguments."""
     provisional = partition_model(model, starts, check_ties=False)
     uses = MetaModel(model, provisional, torch.device("cpu")).survey(*send_to_device((args, kwargs), "cpu")).uses
     return partition_model(model, starts, uses)
 
 
 class _SharedState:
-    """What a forward pass may keep in modules that every stage has: saved buffers, and numbers."""
+    """State that a forward pass may change in modules that every stage has: saved buffers, and numbers."""
 
     def __init__(self, model: nn.Module, partition: Partition) -> None:
         self.changes: list[str] = []
@@ -183,7 +183,7 @@ class _SharedState:
         return now
 
     def require_known_after(self, stage: int) -> None:
-        """Refuse what a stage has changed, unless every stage can do the same."""
+        """Refuse state that a stage has changed, unless every stage can make the same change."""
         before, self._before = self._before, self._now()
         for name, value in self._before.items():
             old = before.get(name, value)
@@ -201,7 +201,7 @@ class _SharedState:
 
 
 class _StageTracer(TorchFunctionMode):
-    """Note for every operation in which stage it runs, and what it takes. See [Note: what is handed on]."""
+    """Record for every operation in which stage it runs, and what it uses. See [Note: stage boundaries]."""
 
     def __init__(self, names: dict[int, str], partition: Partition, device: torch.device, state: _SharedState) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _StageTracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation. One that returns no tensor only looks at a shape or type, and takes nothing."""
+        """Run an operation and record its inputs. One that returns no tensor only reads a shape or dtype."""
         generator = self._generator_state()
         result = func(*args, **(kwargs or {}))
         made = tensors_of(args[0] if func is Tensor.__setitem__ else result)
@@ -236,7 +236,7 @@ class _StageTracer(TorchFunctionMode):
         return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
 
     def _is_of_a_stage(self, tensor: Tensor) -> bool:
-        """Return whether other stages cannot compute a tensor by themselves."""
+        """Return whether a tensor can only be computed in its stage."""
         return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
 
     def _take(self, tensor: Tensor, operation: str) -> None:
@@ -253,7 +253,7 @@ class _StageTracer(TorchFunctionMode):
             )
 
     def entry_hook(self, index: int) -> Callable[..., Any]:
-        """Return a hook for the block that begins a stage."""
+        """Return a hook for the first block of a stage."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.stage != index - 1:
@@ -283,7 +283,7 @@ class _StageTracer(TorchFunctionMode):
         return hook
 
     def finish(self, outputs: Any) -> None:
-        """Check that all stages ran, and that the last one makes what the model returns."""
+        """Check that all stages ran, and that the last one computed the outputs."""
         starts = self._partition.starts
         if self.stage != len(starts):
             raise CannotCutError(
