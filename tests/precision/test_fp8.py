@@ -1,4 +1,4 @@
-"""fp8 through torchao: which layers compute in it, how near it stays to wider formats, and what stays as it was."""
+"""fp8 through torchao: which layers are converted, how close it is to wider formats, and what does not change."""
 
 from __future__ import annotations
 

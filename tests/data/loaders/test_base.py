@@ -1,4 +1,4 @@
-"""Prepared data loaders: my share, on my device, knowing where they are."""
+"""Prepared data loaders: shards, devices, ends of epochs, metrics."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_sampler_over_part_of_the_data_counts_its_own_samples() -> None:
 
 
 class CustomBatches(BatchSampler):
-    """A user's own batch sampler, known only by iterating."""
+    """A user's own batch sampler, which can only be iterated."""
 
 
 @ranks(2)
@@ -238,7 +238,7 @@ def test_an_overridden_iter_is_warned_about() -> None:
 
 
 def test_random_augmentation_draws_when_the_plain_loader_would() -> None:
-    """Reading ahead would draw the second batch's numbers before the first step's dropout."""
+    """Prefetching would draw the second batch's numbers before the first step's dropout."""
 
     def noise(samples: list[int]) -> torch.Tensor:
         return torch.rand(len(samples))

@@ -1,4 +1,4 @@
-"""Orders that agree across processes."""
+"""Orders that are the same on every process."""
 
 from __future__ import annotations
 

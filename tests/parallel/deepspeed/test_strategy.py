@@ -1,4 +1,4 @@
-"""DeepSpeed trains as DDP does, whatever is partitioned; what its config says and what the script says agree."""
+"""DeepSpeed trains as DDP does at every stage, and its config agrees with the script."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class BatchSamplerShard(BatchSampler):
         elif self.batch_size is None:  # the batch size is unknown: ranks without a batch get a whole one
             yield filled(batches, head, self.num_processes)[self.process_index]
         else:
-            yield self._my_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
+            yield self._own_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
 
     def _split_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
@@ -209,11 +209,11 @@ class BatchSamplerShard(BatchSampler):
                 if self.even_batches:
                     assert self.batch_size is not None
                     batch = filled(batch, head, self.batch_size)
-            mine = self._my_share(batch)
+            mine = self._own_share(batch)
             if mine:
                 yield mine
 
-    def _my_share(self, samples: list[Any]) -> list[Any]:
+    def _own_share(self, samples: list[Any]) -> list[Any]:
         return samples[self.process_index * self.share : (self.process_index + 1) * self.share]
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a module that another process owns."""
+"""A placeholder for a module that another process owns."""
 
 from __future__ import annotations
 

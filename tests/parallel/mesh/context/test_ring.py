@@ -1,4 +1,4 @@
-"""Sequences in parts: what is joined right, and what is refused because it would not be."""
+"""Context parallelism: correct results, and models that are refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class WithAttentionOf(Transformer):
     """A model that says which attention it has, as those of transformers do."""
 
     class Config:
-        """What transformers keeps beside a model."""
+        """The config that transformers attaches to a model."""
 
         _attn_implementation = "eager"
 
