@@ -52,13 +52,13 @@ def _differs_between_ranks(dataset: Any, process_index: int) -> bool:
     if Runtime.current().num_processes == 1 or not dist.is_initialized():
         return False
     indices = _subset_indices(dataset)
-    mine = _Description(
+    own = _Description(
         type(dataset).__qualname__,
         length_of(dataset),
         None if indices is None else _checksum(indices),
         {} if indices is not None else _stored_columns(dataset),
     )
-    per_process = _all_gather_by_process(process_index, mine)
+    per_process = _all_gather_by_process(process_index, own)
     if len({(one.kind, one.length) for one in per_process}) > 1:
         return True
     if len({one.subset for one in per_process}) > 1:
@@ -85,10 +85,10 @@ def _are_disjoint(per_process: list[list[int]]) -> bool:
     return False
 
 
-def _all_gather_by_process(process_index: int, mine: Any) -> list[Any]:
+def _all_gather_by_process(process_index: int, own: Any) -> list[Any]:
     """Gather one object per data rank. Of processes that see the same samples, the last one counts."""
     per_rank: list[Any] = [None] * Runtime.current().num_processes
-    dist.all_gather_object(per_rank, (process_index, mine))
+    dist.all_gather_object(per_rank, (process_index, own))
     return list(dict(per_rank).values())
 
 

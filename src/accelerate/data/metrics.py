@@ -36,13 +36,13 @@ class PartialRound:
         """
         if not as_objects:
             return recursively_apply(self._gather_tensor, data)
-        if self.is_alone:
+        if self.is_single_process:
             return data if isinstance(data, Mapping) or not hasattr(data, "__getitem__") else data[: self.counts[0]]
         gathered = gather_object([data], self.group)
         return [item for items, count in zip(gathered, self.counts, strict=True) for item in items[:count]]
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Return whether one process sees all samples, so that nothing is gathered."""
         return len(self.counts) == 1
 
@@ -50,7 +50,7 @@ class PartialRound:
         rows = tensor.shape[0] if tensor.dim() else 1
         lengths = self._gather_lengths(rows, tensor.device)
         per_sample = self._rows_per_sample(lengths) if tensor.dim() else 0
-        if per_sample == 0 and self.is_alone:
+        if per_sample == 0 and self.is_single_process:
             return tensor
         if per_sample:
             kept = [count * per_sample for count in self.counts]
@@ -60,15 +60,15 @@ class PartialRound:
         tensor = tensor if tensor.dim() else tensor.reshape(1)
         if rows < longest:
             tensor = torch.cat([tensor, tensor.new_zeros((longest - rows, *tensor.shape[1:]))])
-        parts = (tensor if self.is_alone else gather(tensor, self.group)).split(longest)
+        parts = (tensor if self.is_single_process else gather(tensor, self.group)).split(longest)
         return torch.cat([part[:number] for part, number in zip(parts, kept, strict=True)])
 
     def _gather_lengths(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
         """Return for every rank the rows of its result and the samples in its batch."""
-        mine = (rows, self.rows)
-        if self.is_alone or not self.uneven:
-            return [mine] * len(self.counts)
-        return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([mine], device=device), self.group).tolist()]
+        own = (rows, self.rows)
+        if self.is_single_process or not self.uneven:
+            return [own] * len(self.counts)
+        return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([own], device=device), self.group).tolist()]
 
     def _rows_per_sample(self, lengths: list[tuple[int, int]]) -> int:
         """Return the number of rows per sample, or 0 if a result is not per sample; the same on every rank.

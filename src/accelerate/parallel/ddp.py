@@ -41,10 +41,10 @@ class DataParallel(Strategy):
         if self.handler is not None:
             self.handler.register_comm_hook(wrapped)
         if wrapped.static_graph:
-            self._note_first_forward(wrapped)
+            self._await_first_forward(wrapped)
         return wrapped
 
-    def _note_first_forward(self, model: nn.Module) -> None:
+    def _await_first_forward(self, model: nn.Module) -> None:
         self._awaiting_static_graph.add(model)
 
         def note(*_: Any) -> None:
@@ -69,10 +69,10 @@ class DataParallel(Strategy):
 
         DDP's reducer must know before the backward pass which parameters the forward pass used, so it cannot do this.
         """
-        return _averaged_at_the_end(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        return _averaging_on_exit(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 @contextmanager
-def _averaged_at_the_end(model: nn.Module) -> Iterator[None]:
+def _averaging_on_exit(model: nn.Module) -> Iterator[None]:
     yield
     average_gradients(model.parameters())

@@ -266,13 +266,13 @@ class DataLoaderShard(PreparedLoader):
 
     def _gather_batch_sizes(self, batch: Any) -> list[int]:
         """Return the number of samples in every rank's next batch; 0 for an exhausted rank."""
-        mine = 0 if batch is None else (find_batch_size(batch) or 1)
+        own = 0 if batch is None else (find_batch_size(batch) or 1)
         if self._own_samples_left is not None:
-            mine = min(mine, self._own_samples_left)
-            self._own_samples_left -= mine
-        counts = [mine]
+            own = min(own, self._own_samples_left)
+            self._own_samples_left -= own
+        counts = [own]
         if self.num_processes > 1:
-            tensor = torch.tensor([mine], device=self.device or "cpu")
+            tensor = torch.tensor([own], device=self.device or "cpu")
             gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
             dist.all_gather(gathered, tensor, group=self.group)
             counts = [int(count) for count in gathered]

@@ -129,8 +129,8 @@ class BatchSamplerShard(BatchSampler):
             return max(0, num_samples // round_size)
         if self.even_batches:
             return max(0, -(-num_samples // round_size))
-        mine = num_samples - self.process_index * self.share  # samples from my first one on
-        return max(0, -(-mine // round_size))
+        own = num_samples - self.process_index * self.share  # samples from its first one on
+        return max(0, -(-own // round_size))
 
     def _by_position(self, order: Order, start: int) -> Iterator[list[Any]]:
         """Read the samples [first + k * round_size, + share) of the order, for every round k."""
@@ -209,9 +209,9 @@ class BatchSamplerShard(BatchSampler):
                 if self.even_batches:
                     assert self.batch_size is not None
                     batch = filled(batch, head, self.batch_size)
-            mine = self._own_share(batch)
-            if mine:
-                yield mine
+            own = self._own_share(batch)
+            if own:
+                yield own
 
     def _own_share(self, samples: list[Any]) -> list[Any]:
         return samples[self.process_index * self.share : (self.process_index + 1) * self.share]

@@ -158,9 +158,9 @@ class EngineOptimizer(Optimizer):
             # DeepSpeed resets this flag in a forward pass; without one in between, it would not accumulate.
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.backward(loss, scale_wrt_gas=False, **options)
-        self.received_gradients()
+        self.mark_gradients()
 
-    def received_gradients(self) -> None:
+    def mark_gradients(self) -> None:
         """Record that there are gradients to step with or to zero."""
         self._has_gradients = True
         self._is_reduced = False
@@ -287,7 +287,7 @@ def _without_reduction(engine: Any) -> Iterator[None]:
         del zero.finalize_gradient_accumulation_boundary
 
 
-def engines_behind(loss: Tensor, engines: Iterable[EngineOptimizer]) -> list[EngineOptimizer]:
+def engines_of_loss(loss: Tensor, engines: Iterable[EngineOptimizer]) -> list[EngineOptimizer]:
     """Return the engines whose parameters a loss depends on."""
     owners = {id(param): engine for engine in engines for param in engine.engine.module.parameters()}
     found: dict[int, EngineOptimizer] = {}

@@ -29,7 +29,7 @@ from ...errors import UnsupportedSettingError
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..base import Bundle, Capabilities, EngineState, Strategy, params_of
-from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_behind
+from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_of_loss
 from .filling import complete_config
 
 logger = logging.getLogger(__name__)
@@ -191,13 +191,13 @@ class DeepSpeedEngines(Strategy):
         """Run the backward pass with the engine of the loss's model; other engines in its graph get gradients too."""
         options.pop("scale_wrt_gas", None)  # the loss is already scaled to its share of the step
         engines = self.engines()
-        behind = engines if len(engines) == 1 else engines_behind(loss, engines)
+        behind = engines if len(engines) == 1 else engines_of_loss(loss, engines)
         if not behind:
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         behind[0].backward(loss, **options)
         for other in behind[1:]:
-            other.received_gradients()
+            other.mark_gradients()
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
         """Multiply the accumulated gradients."""

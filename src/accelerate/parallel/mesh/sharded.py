@@ -167,7 +167,7 @@ class MeshParallel(Strategy):
             ignored_params = set(parameters_in(ignored)) or None  # materialising makes new ones
             fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
-            model.register_forward_hook(_reshard_where_no_backward_follows)
+            model.register_forward_hook(_reshard_without_backward)
         if from_first:
             materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
         self._keep_unsharded(model, parameters_in(ignored))
@@ -218,14 +218,14 @@ class MeshParallel(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Keep gradients unsharded and unreduced inside the context."""
-        return self._synchronising(model, False)
+        return self._gradient_sync(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
-        return self._synchronising(model, True)
+        return self._gradient_sync(model, True)
 
     @contextmanager
-    def _synchronising(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
+    def _gradient_sync(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
         if not isinstance(model, FSDPModule):
             yield
             return
@@ -321,7 +321,7 @@ def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     return stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
 
 
-def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
+def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         cast(FSDPModule, model).reshard()
 

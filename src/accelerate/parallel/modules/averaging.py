@@ -78,19 +78,19 @@ def _averaged(tensor: Tensor, group: Any) -> Tensor:
 def broadcast_parameters(params: Iterable[Tensor], group: Any, device: torch.device) -> None:
     """Broadcast parameters from the first rank of a group."""
     for param in params:
-        for tensor in _memories(local(param.detach())):
+        for tensor in _inner_tensors(local(param.detach())):
             value = tensor.to(device)  # it may be offloaded to the host, where not every backend works
             dist.broadcast(value, group=group, group_src=0)
             tensor.copy_(value)
 
 
-def _memories(tensor: Tensor) -> Iterator[Tensor]:
+def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors inside a tensor subclass, such as a quantised one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _memories(getattr(tensor, name))
+        yield from _inner_tensors(getattr(tensor, name))
 
 
 class UnshardedParameters:
@@ -111,10 +111,10 @@ class UnshardedParameters:
                 continue  # quantised: it will never train
             trains = param.requires_grad
             param.requires_grad_(True)  # a hook needs it, and frozen parameters may be trained later
-            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             param.requires_grad_(trains)
 
-    def _note(self, param: Tensor) -> None:
+    def _on_gradient(self, param: Tensor) -> None:
         if self._averages:
             self._is_due = True
             # For every parameter: the flag may be left over from a failed backward pass.

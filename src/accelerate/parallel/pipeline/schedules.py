@@ -73,7 +73,7 @@ class Pipeline:
         with torch.no_grad():
             calls = _cut((args, kwargs), rows, parts)
             self._run(calls, lambda index, output: outputs.append(output), training=False)
-        return _joined(outputs, rows // parts) if outputs else None
+        return _merged(outputs, rows // parts) if outputs else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: a copy of one process's stages could not run."""
@@ -323,13 +323,13 @@ def _cut(data: Any, rows: int, parts: int) -> list[Any]:
     return [part(number) for number in range(parts)]
 
 
-def _joined(outputs: list[Any], size: int) -> Any:
+def _merged(outputs: list[Any], size: int) -> Any:
     """Merge the outputs of micro-batches: rows are concatenated, scalars averaged."""
     if len(outputs) == 1:
         return outputs[0]
     parts = zip(*(leaves(output) for output in outputs), strict=True)
 
-    def joined(leaf: Any) -> Any:
+    def merged(leaf: Any) -> Any:
         own = next(parts)
         if not isinstance(leaf, Tensor):
             return leaf
@@ -337,7 +337,7 @@ def _joined(outputs: list[Any], size: int) -> Any:
             return torch.stack(own).mean() if leaf.is_floating_point() else leaf
         return torch.cat(own) if len(leaf) == size else leaf
 
-    return recursively_apply(joined, outputs[0], test_type=_is_leaf)
+    return recursively_apply(merged, outputs[0], test_type=_is_leaf)
 
 
 def _is_leaf(data: Any) -> bool:

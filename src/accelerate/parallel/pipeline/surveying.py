@@ -223,9 +223,9 @@ class _StageTracer(TorchFunctionMode):
         if not made:
             return result
         drawn = not torch.equal(generator, self._generator_state())
-        taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_of_a_stage(leaf)]
+        taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_stage_local(leaf)]
         for leaf in taken:
-            self._take(leaf, getattr(func, "__name__", str(func)))
+            self._record_use(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
             if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
                 leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
@@ -235,11 +235,11 @@ class _StageTracer(TorchFunctionMode):
         state = torch.get_rng_state()
         return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
 
-    def _is_of_a_stage(self, tensor: Tensor) -> bool:
+    def _is_stage_local(self, tensor: Tensor) -> bool:
         """Return whether a tensor can only be computed in its stage."""
         return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
 
-    def _take(self, tensor: Tensor, operation: str) -> None:
+    def _record_use(self, tensor: Tensor, operation: str) -> None:
         name = self._names.get(id(tensor))
         if name is not None:
             self.uses.setdefault(name, set()).add(self.stage)
@@ -268,9 +268,9 @@ class _StageTracer(TorchFunctionMode):
 
             def receive(leaf: Tensor) -> Tensor:
                 name = next(names)
-                if not self._is_of_a_stage(leaf) or id(leaf) in self._names:
+                if not self._is_stage_local(leaf) or id(leaf) in self._names:
                     return leaf
-                self._take(leaf, f"the call of {self._partition.starts[index - 1]}")
+                self._record_use(leaf, f"the call of {self._partition.starts[index - 1]}")
                 boundary.forms[name] = (leaf.shape, leaf.dtype)
                 received = leaf.view_as(leaf)
                 received._made_in_stage = index  # type: ignore[attr-defined]

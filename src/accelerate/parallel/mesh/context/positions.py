@@ -100,7 +100,7 @@ def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, buff
         plain = outputs_at(own)
         mixed = outputs_at(torch.cat([own[-1:].repeat(len(own) - len(later)), later]))
         reversed_ = outputs_at(own.flip(0))
-    if attention.is_called_otherwise:
+    if attention.is_unsupported_call:
         raise _refusal(
             model,
             "it calls scaled_dot_product_attention with a mask, or without is_causal=True, and the parts of a "
@@ -108,7 +108,7 @@ def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, buff
             "A model of transformers calls it so if it is given an attention_mask of ones beside position_ids; "
             "batches padded on the right need no other mask.",
         )
-    rounding = 5e-2 if attention.is_coarse else 1e-3
+    rounding = 5e-2 if attention.is_half_precision else 1e-3
     sequence = (dim, len(own))
     require_no_mixing(model, _paired_outputs(plain, mixed, later, later, sequence), rounding)
     require_no_order(model, _paired_outputs(plain, reversed_, own.flip(0), own, sequence), rounding)
@@ -222,9 +222,9 @@ class _DiagonalAttention(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_called_otherwise = False
+        self.is_unsupported_call = False
         """Whether attention is called in a way that ring attention does not support."""
-        self.is_coarse = False
+        self.is_half_precision = False
         """Whether anything is computed in 16 bits."""
 
     def __torch_function__(
@@ -235,9 +235,9 @@ class _DiagonalAttention(TorchFunctionMode):
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         if func is not torch._C._nn.scaled_dot_product_attention or not isinstance(given["query"], DTensor):
             result = func(*args, **kwargs)  # ring attention takes DTensors
-            self.is_coarse |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+            self.is_half_precision |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
             return result
-        self.is_called_otherwise |= given.get("attn_mask") is not None or not given.get("is_causal")
+        self.is_unsupported_call |= given.get("attn_mask") is not None or not given.get("is_causal")
         query, key, value = (given[name].to_local() for name in ("query", "key", "value"))
         key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
         return value + (query + key).sum(-1, keepdim=True)  # positions may be encoded in queries and keys only

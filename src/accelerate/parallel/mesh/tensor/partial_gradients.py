@@ -118,11 +118,11 @@ class _ForwardTracker:
             return
         try:
             if error is None:
-                self._judge(output)
+                self._apply_findings(output)
         finally:
             self.context.__exit__(None, None, None)
 
-    def _judge(self, output: Any) -> None:
+    def _apply_findings(self, output: Any) -> None:
         flow = self.flow
         flow.require_whole(output)
         flow.require_one_use()
@@ -238,7 +238,7 @@ class _Dataflow(TorchDispatchMode):
 
     def complete(self, data: Any) -> None:
         """Mark the gradients of these tensors as whole."""
-        for tensor in _plain(data):
+        for tensor in _plain_tensors(data):
             is_split, origins = self._state(tensor)
             self.whole |= origins
             self._set(tensor, (is_split, 0))
@@ -247,7 +247,7 @@ class _Dataflow(TorchDispatchMode):
 
     def require_whole(self, output: Any) -> None:
         """Refuse a model whose first output is split."""
-        states = [self._state(tensor) for tensor in _plain(output)]
+        states = [self._state(tensor) for tensor in _plain_tensors(output)]
         if states and states[0][0]:
             raise ValueError(
                 "The plan of tensor parallelism leaves the model's output split: every process has some columns of it. "
@@ -334,7 +334,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _plain(output: Any) -> list[Tensor]:
+def _plain_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
 
 

@@ -72,7 +72,7 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
         _require_splittable(name, module, style)
         _require_divisible(name, module, style, mesh.size())
     if not rest:
-        _require_ends(layers)
+        _require_matching_ends(layers)
     for module, style in layers.values():
         parallelize_module(module, mesh, style)
     completing = split_by_transformers(model, rest, mesh)
@@ -129,7 +129,7 @@ def _style(style: Any, module: nn.Module) -> ParallelStyle:
     return made
 
 
-def _require_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
+def _require_matching_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
     """Refuse a plan that splits activations and never reduces them, or reduces what is not split."""
     styles = [style for _, style in layers.values()]
     if not all(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in styles):
