@@ -153,9 +153,7 @@ def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
 
 
 def _refusal(model: nn.Module, reason: str, remedy: str) -> UnsupportedSettingError:
-    kind = next(
-        kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)
-    )  # FSDP2 makes a subclass of it
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not the class of FSDP2
     return UnsupportedSettingError(f"Context parallelism (cp_size > 1) with {kind.__name__}", reason, remedy)
 
 
