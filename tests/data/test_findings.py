@@ -1,4 +1,4 @@
-"""Cases that once went wrong."""
+"""Regression tests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_error_in_a_dispatched_loop_is_seen_and_not_a_hang(rank: int) -> None
 
 
 class Bare:
-    """A batch sampler that is nothing but an iterable."""
+    """A batch sampler that is only an iterable."""
 
     batch_size = 2
     drop_last = False
@@ -288,7 +288,7 @@ def test_a_distributed_sampler_is_counted_right_after_a_resume() -> None:
 
 
 class LiveState(StatefulStream):
-    """Its state is the dict that it works with."""
+    """A stream whose state dict is its live state."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -365,7 +365,7 @@ def test_an_old_iterator_that_dies_late_does_not_end_a_new_iteration() -> None:
     assert ends == [False, True]
 
 
-def test_a_rank_without_data_is_told() -> None:
+def test_a_rank_without_data_is_an_error() -> None:
     with pytest.raises(RankFailure, match="no data of its own"):
         run_on_ranks(2, iterate_my_own_data)
 

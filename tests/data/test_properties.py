@@ -31,7 +31,7 @@ KINDS = st.sampled_from(["map", "map", "map", "sampler of batches", "opaque", *S
 
 @st.composite
 def data(draw: st.DrawFn, **fixed: object) -> Data:
-    """Draw a loader and how it is shared out."""
+    """Draw a loader and how it is sharded."""
     kind = fixed.get("kind", draw(KINDS))
     chosen = {
         "n": draw(st.integers(0, 200)),
@@ -149,7 +149,7 @@ def test_batches_that_workers_prefetched_do_not_count_as_consumed(case: Data, wo
 
 
 def samples_seen(kind: str, shuffle: bool, n: int, dispatch: bool) -> tuple[list[int], list[int]]:
-    """Return what this rank was given in an epoch, and what all ranks together count of it; nobody sets a seed."""
+    """Return the samples of this rank in an epoch, and those that metrics count over all ranks; no seed is set."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     torch.seed()
     loader = accelerator.prepare(Data(n=n, batch_size=4, shuffle=shuffle, kind=kind).plain())

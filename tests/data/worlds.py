@@ -1,4 +1,4 @@
-"""Whole worlds of loaders in one process: every rank's prepared loader, without a process group."""
+"""Simulate a world of loaders in one process: every rank's prepared loader, without a process group."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OpaqueBatchSampler(BatchSampler):
 
 @dataclass(frozen=True)
 class Data:
-    """What a user's plain loader reads, and how it is shared out."""
+    """What a user's plain loader reads, and how it is sharded."""
 
     n: int
     batch_size: int

@@ -1,4 +1,4 @@
-"""Train a model on a mesh beside a plain copy of it, on every process, and say how far apart they are."""
+"""Train a model on a mesh and a plain copy of it on every process, and return their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model so small that every way of spreading it can be compared with one process."""
+"""A language model so small that every parallelism strategy can be compared with one process."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def test_sharded_models_are_compiled() -> None:
 
 
 @ranks(2)
-def test_gradients_stay_at_home_in_no_sync() -> None:
+def test_gradients_are_not_reduced_in_no_sync() -> None:
     accelerator = Accelerator(dynamo_backend="eager")
     model = accelerator.prepare(blocks())
     weight = accelerator.unwrap_model(model, keep_torch_compile=False).head.weight

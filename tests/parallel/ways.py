@@ -1,4 +1,4 @@
-"""Every way of spreading the small transformer, by name, and one training run that all of them can do."""
+"""Every parallelism strategy for the small transformer, by name, and one training run for all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "pp2": (2, _mesh(pp_size=2)),
     "pp2xfsdp2": (4, _mesh(pp_size=2, dp_shard_size=2)),
 }
-"""Name -> number of processes, and what the Accelerator is told."""
+"""Name -> number of processes, and the arguments of the Accelerator."""
 
 
 def run(
@@ -97,7 +97,7 @@ def run(
 
 
 def train(way: str, **options: Any) -> list[list[float]]:
-    """Train on as many processes as the way needs, and return the losses that each of them saw.
+    """Train on as many processes as the strategy needs, and return the losses that each of them saw.
 
     torch's ring attention over gloo has ended a process by a memory fault, once in about 1,600 worlds (torch 2.13, a
     CPU; neither valgrind nor glibc's heap checks find anything): such a world gets one more try, and a warning.

@@ -1,4 +1,4 @@
-"""fp8 through torchao: which layers compute in it, how near it stays to wider formats, and what stays as it was."""
+"""fp8 through torchao: which layers are converted, how close it is to wider formats, and what does not change."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_names_and_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
         assert torch.equal(again(torch.ones(2, IN)), model(torch.ones(2, IN)))
 
 
-def test_what_was_converted_is_told_once_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
+def test_converted_layers_are_logged_once_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="accelerate"):
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
         model = accelerator.prepare(make_model())
@@ -166,7 +166,7 @@ class Special(nn.Linear):
         return super().forward(input) + 1
 
 
-def test_layers_with_ways_of_their_own_keep_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_subclassed_layers_are_not_converted(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Special(16, 16), nn.Linear(16, 16), nn.MultiheadAttention(16, 2), nn.Linear(16, 16))
     model[1].forward = lambda x: x  # type: ignore[method-assign]
     recipe = AORecipeKwargs(module_filter_func=lambda module, name: name != "3")
@@ -244,7 +244,7 @@ def test_converting_by_hand() -> None:
 # --- what was asked for ---------------------------------------------------------------------------------------------
 
 
-def test_who_computes_is_told() -> None:
+def test_the_fp8_backend_is_reported() -> None:
     recipe = AORecipeKwargs()
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     assert accelerator.fp8_backend is FP8BackendType.AO

@@ -583,7 +583,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
 
     def _share_of_mean(self, loss: Tensor) -> Tensor:
         """Return what the backward pass of a mean loss begins with."""
-        self.strategy.look_at_mean(loss)
+        self.strategy.check_mean_loss(loss)
         return self.precision.scale(self.window.share_of_mean(loss))
 
     def _warn_that_no_optimizer_obeys(self) -> None:

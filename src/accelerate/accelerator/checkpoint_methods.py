@@ -69,7 +69,7 @@ class CheckpointMethods(ProcessMethods):
             from ..inference.offload.offloaded import get_state_dict_offloaded_model
 
             return get_state_dict_offloaded_model(own)
-        return self.strategy.whole_state(own)
+        return self.strategy.full_state_dict(own)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk once: on the main process, or once per host with `save_on_each_node`.

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config.plugins.handlers import ProjectConfiguration
 from ..errors import REQUEUE_EXIT_CODE
 from ..parallel.base import Strategy
-from ..parallel.modules.dtensors import gathered, is_spread
+from ..parallel.modules.dtensors import any_dtensor, gathered
 from ..parallel.modules.unwrapping import extract_model_from_parallel
 from ..runtime.group.runtime import Runtime
 from ..runtime.loop.progress import while_slow
@@ -307,7 +307,7 @@ class Checkpointer:
             strategy.saves_shards
             or not strategy.holds_whole_models
             or any(strategy.engine_states(models))
-            or any(is_spread(model.parameters()) for model in models)
+            or any(any_dtensor(model.parameters()) for model in models)
         )
 
     def _refuse_one_rank_only(self) -> None:
@@ -346,7 +346,7 @@ class Checkpointer:
             return models, []
         if any(self.prepared.strategy.engine_states(models)):
             # Hooks may write what they like; what an engine owns is saved by it in any case.
-            whole = [self.prepared.strategy.whole_state(model) for model in models]
+            whole = [self.prepared.strategy.full_state_dict(model) for model in models]
             for hook in self.save_hooks.values():
                 hook(list(models), list(whole), str(folder))
             return models, []

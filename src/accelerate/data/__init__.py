@@ -1,1 +1,1 @@
-"""Samples: one global order, shared out so that every process sees its own part."""
+"""Data: one global order of samples, sharded over processes."""

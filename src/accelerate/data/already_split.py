@@ -1,9 +1,9 @@
-"""Recognise data that every rank has cut for itself.
+"""Detect data that is already sharded by rank.
 
-Such data must not be divided again: most of it would be lost. Data that is whole on every rank must be divided: each
-rank would repeat it otherwise. So only what states a split counts. A fingerprint of a Hugging Face data set does not:
-it hashes the functions that were given to `map` and `filter`, and differs between ranks where these hold a rank or
-cannot be pickled. Neither does a sample that differs: whoever augments at random gets another one on every rank.
+Sharding such data again would lose most of it. Data that is complete on every rank must be sharded, or every rank would
+repeat it. Only an explicit split counts. The fingerprint of a Hugging Face data set is no evidence: it hashes the
+functions given to `map` and `filter`, and differs between ranks where these hold a rank or cannot be pickled. A sample
+that differs is no evidence either: random augmentation makes another one on every rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .order.orders import innermost_sampler
 _ROWS = 16  # of a Hugging Face data set, compared between ranks
 
 
-def stated_split(loader: DataLoader[Any], process_index: int) -> str | None:
-    """Return what says that this data is split by rank, in words; None where it is whole. Call it on every rank."""
+def declared_split(loader: DataLoader[Any], process_index: int) -> str | None:
+    """Describe how this data is sharded by rank, or return None if it is not. Collective: call it on every rank."""
     dataset: Any = loader.dataset
     if isinstance(innermost_sampler(loader), DistributedSampler):
         return "a DistributedSampler"
@@ -38,7 +38,7 @@ def stated_split(loader: DataLoader[Any], process_index: int) -> str | None:
 
 @dataclass(frozen=True)
 class _Description:
-    """What a rank tells the others of its data."""
+    """Describe the data of one rank; exchanged between ranks."""
 
     kind: str
     length: int | None
@@ -52,28 +52,28 @@ def _differs_between_ranks(dataset: Any, process_index: int) -> bool:
     if Runtime.current().num_processes == 1 or not dist.is_initialized():
         return False
     indices = _subset_indices(dataset)
-    mine = _Description(
+    own = _Description(
         type(dataset).__qualname__,
         length_of(dataset),
         None if indices is None else _checksum(indices),
         {} if indices is not None else _stored_columns(dataset),
     )
-    per_process = _of_every_process(process_index, mine)
+    per_process = _all_gather_by_process(process_index, own)
     if len({(one.kind, one.length) for one in per_process}) > 1:
         return True
     if len({one.subset for one in per_process}) > 1:
-        return _are_disjoint(_of_every_process(process_index, indices or []))
-    return _agree_nowhere([one.columns for one in per_process])
+        return _are_disjoint(_all_gather_by_process(process_index, indices or []))
+    return _all_columns_differ([one.columns for one in per_process])
 
 
-def _agree_nowhere(per_process: list[dict[str, str]]) -> bool:
-    """Tell whether every process has rows of its own: a random `map` leaves some column alike, a split leaves none."""
+def _all_columns_differ(per_process: list[dict[str, str]]) -> bool:
+    """Return whether no two processes agree on any column. A random `map` leaves some columns equal, a split none."""
     seen = [(name, checksum) for columns in per_process for name, checksum in columns.items()]
     return all(per_process) and len(set(seen)) == len(seen)
 
 
 def _are_disjoint(per_process: list[list[int]]) -> bool:
-    """Tell whether no sample is in two subsets; warn of subsets that overlap but are not the same."""
+    """Return whether no sample is in two subsets. Warn about subsets that overlap but differ."""
     subsets = [set(indices) for indices in per_process]
     if len(set().union(*subsets)) == sum(map(len, subsets)):
         return True
@@ -85,15 +85,15 @@ def _are_disjoint(per_process: list[list[int]]) -> bool:
     return False
 
 
-def _of_every_process(process_index: int, mine: Any) -> list[Any]:
-    """Exchange something between processes that see different samples; of those that see the same, the last counts."""
+def _all_gather_by_process(process_index: int, own: Any) -> list[Any]:
+    """Gather one object per data rank. Of processes that see the same samples, the last one counts."""
     per_rank: list[Any] = [None] * Runtime.current().num_processes
-    dist.all_gather_object(per_rank, (process_index, mine))
+    dist.all_gather_object(per_rank, (process_index, own))
     return list(dict(per_rank).values())
 
 
 def _subset_indices(dataset: Any) -> list[int] | None:
-    """Return the indices of a `Subset`, of a subset of a subset too, into the data underneath; None for others."""
+    """Return the indices of a `Subset` (nested ones too) into the underlying data, or None for other data."""
     if not isinstance(dataset, Subset):
         return None
     inner = _subset_indices(dataset.dataset)
@@ -102,10 +102,10 @@ def _subset_indices(dataset: Any) -> list[int] | None:
 
 
 def _stored_columns(dataset: Any) -> dict[str, str]:
-    """Return a checksum per column of a few rows of a map-style Hugging Face data set; nothing for other data.
+    """Return a checksum per column over a few rows of a map-style Hugging Face data set; nothing for other data.
 
-    The rows are read as they are stored, without the transformations that `dataset[i]` makes. A column that is the same
-    in all of them is left out, because it says nothing.
+    The rows are read as stored, without the transforms that `dataset[i]` applies. Columns that are constant over these
+    rows are left out.
     """
     library: Any = sys.modules.get("datasets")
     if library is None or not isinstance(dataset, library.Dataset) or len(dataset) == 0:

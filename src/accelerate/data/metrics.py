@@ -1,4 +1,4 @@
-"""Gather a round's results without what only filled it up."""
+"""Gather the results of a round without its padding."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class PartialRound:
     counts: list[int]
     """Real samples of every rank."""
     full: int
-    """Samples of a full batch of one rank."""
+    """Samples in a full batch of one rank."""
     rows: int
-    """Samples in this rank's batch, repeated ones included."""
+    """Samples in this rank's batch, padding included."""
     uneven: bool = False
     """The ranks' batches may hold different numbers of samples."""
     group: Any = None
     """The ranks that see different samples: None for all."""
 
     def gather(self, data: Any, as_objects: bool) -> Any:
-        """Gather from every rank what belongs to its real samples.
+        """Gather the results of the real samples from every rank.
 
-        A result may have several rows per sample (beams, say): rows are then kept in that proportion. Results that are
-        not per sample, such as a mean loss, come once from every rank that has a sample.
+        A result may have several rows per sample, such as beams; rows are kept in that proportion. Results that are not
+        per sample, such as a mean loss, are gathered once from every rank that has a real sample.
         """
         if not as_objects:
             return recursively_apply(self._gather_tensor, data)
-        if self.is_alone:
+        if self.is_single_process:
             return data if isinstance(data, Mapping) or not hasattr(data, "__getitem__") else data[: self.counts[0]]
         gathered = gather_object([data], self.group)
         return [item for items, count in zip(gathered, self.counts, strict=True) for item in items[:count]]
 
     @property
-    def is_alone(self) -> bool:
-        """Tell whether one process sees all samples, so that there is nothing to gather."""
+    def is_single_process(self) -> bool:
+        """Return whether one process sees all samples, so that nothing is gathered."""
         return len(self.counts) == 1
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         rows = tensor.shape[0] if tensor.dim() else 1
-        lengths = self._of_every_rank(rows, tensor.device)
+        lengths = self._gather_lengths(rows, tensor.device)
         per_sample = self._rows_per_sample(lengths) if tensor.dim() else 0
-        if per_sample == 0 and self.is_alone:
+        if per_sample == 0 and self.is_single_process:
             return tensor
         if per_sample:
             kept = [count * per_sample for count in self.counts]
@@ -60,21 +60,21 @@ class PartialRound:
         tensor = tensor if tensor.dim() else tensor.reshape(1)
         if rows < longest:
             tensor = torch.cat([tensor, tensor.new_zeros((longest - rows, *tensor.shape[1:]))])
-        parts = (tensor if self.is_alone else gather(tensor, self.group)).split(longest)
+        parts = (tensor if self.is_single_process else gather(tensor, self.group)).split(longest)
         return torch.cat([part[:number] for part, number in zip(parts, kept, strict=True)])
 
-    def _of_every_rank(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
-        """Return the rows of every rank's result, and the samples of its batch."""
-        mine = (rows, self.rows)
-        if self.is_alone or not self.uneven:
-            return [mine] * len(self.counts)
-        return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([mine], device=device), self.group).tolist()]
+    def _gather_lengths(self, rows: int, device: torch.device) -> list[tuple[int, int]]:
+        """Return for every rank the rows of its result and the samples in its batch."""
+        own = (rows, self.rows)
+        if self.is_single_process or not self.uneven:
+            return [own] * len(self.counts)
+        return [(theirs[0], theirs[1]) for theirs in gather(torch.tensor([own], device=device), self.group).tolist()]
 
     def _rows_per_sample(self, lengths: list[tuple[int, int]]) -> int:
-        """Return how many rows of a result belong to a sample, 0 where it is not per sample; the same on every rank.
+        """Return the number of rows per sample, or 0 if a result is not per sample; the same on every rank.
 
-        A result as long as a full batch has a row per sample, also for a batch that is shorter:
-        `loss.repeat(batch_size)` weighs the mean of a batch by its samples.
+        A result as long as a full batch has one row per sample, even if the batch is shorter:
+        `loss.repeat(batch_size)` weights the mean of a batch by its samples.
         """
         if all(rows == self.full for rows, _ in lengths):
             return 1

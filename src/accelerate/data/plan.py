@@ -1,4 +1,4 @@
-"""How a loader's data is shared out, for people."""
+"""A printable summary of how a loader's data is sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """One epoch of a prepared loader: what every process gets, and what is filled up or dropped."""
+    """Describe one epoch of a prepared loader: what every process gets, and what is padded or dropped."""
 
     samples: int | None
     num_processes: int
@@ -19,19 +19,19 @@ class DataPlan:
 
     @property
     def per_process_batch(self) -> int:
-        """Return the samples of one process in one step."""
+        """Return the number of samples per process and step."""
         return self.global_batch // self.num_processes
 
     @property
     def padding(self) -> int | None:
-        """Return how many samples are handed out twice in the last step; metrics leave them out."""
+        """Return the number of repeated samples in the last step; metrics leave them out."""
         if self.samples is None or self.drops_last or not self.fills_last:
             return None if self.samples is None else 0
         return -self.samples % self.global_batch
 
     @property
     def dropped(self) -> int | None:
-        """Return how many samples of an epoch are not handed out."""
+        """Return the number of samples that are dropped in an epoch."""
         if self.samples is None:
             return None
         return self.samples % self.global_batch if self.drops_last else 0

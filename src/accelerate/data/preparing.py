@@ -1,4 +1,4 @@
-"""From a plain `DataLoader` to a prepared one."""
+"""Prepare plain `DataLoader`s: shard or dispatch their data, and skip batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from ..config.enums import RNGType
 from ..errors.callers import warn
 from ..runtime.group.runtime import Runtime
-from .already_split import stated_split
+from .already_split import declared_split
 from .loaders.base import PreparedLoader
 from .loaders.dispatch import DataLoaderDispatcher
 from .loaders.shard import DataLoaderShard
-from .loaders.streams import IterableDatasetShard, TellingCollate
-from .order.orders import agreeing_sampler, with_sampler
+from .loaders.streams import IterableDatasetShard, MarkingCollate
+from .order.orders import synchronized_sampler, with_sampler
 from .order.sharding import BatchSamplerShard
 
 _LOADER_OPTIONS = (
@@ -37,12 +37,12 @@ _LOADER_OPTIONS = (
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options with which a like loader can be built."""
+    """Return the options to build an equivalent loader."""
     return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
 
 
 def samples_per_process(loader: DataLoader[Any], num_processes: int, split_batches: bool) -> int | None:
-    """Return the samples that one process gets in a step, from a plain loader or a prepared one."""
+    """Return the number of samples per process and step of a plain or prepared loader."""
     if isinstance(loader, PreparedLoader):
         return loader.total_batch_size // loader.num_processes
     own: int | None = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
@@ -68,31 +68,23 @@ def prepare_data_loader(
     *,
     constant_memory_shuffle: bool = False,
 ) -> PreparedLoader:
-    """Return a loader that hands this process its share of the data, placed on `device` if asked for."""
+    """Return a loader that yields this process's shard of the data, on `device` if asked for."""
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     runtime = Runtime.current()
     num_processes = runtime.num_processes if num_processes is None else num_processes
     process_index = runtime.process_index if process_index is None else process_index
-    is_torchdatas = type(dataloader).__module__.startswith("torchdata.") and use_stateful_dataloader
-    if type(dataloader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
-        warn(
-            f"{type(dataloader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
-            "dataset, sampler and options, and does not call that method.",
-        )
+    _warn_of_overridden_iter(dataloader, use_stateful_dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
-    split_elsewhere = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
-    ranks_share_samples = num_processes != runtime.num_processes
-    if dispatch_batches and (split_elsewhere or ranks_share_samples):
-        reason = "data that is already split by rank" if split_elsewhere else "a mesh whose ranks share samples"
-        warn(f"dispatch_batches=True has no effect on {reason}: each process reads its own.")
-    if dispatch_batches is None:
-        dispatch_batches = is_stream and put_on_device
-    options = loader_options(dataloader)
-    in_agreement = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
-    order = _agreeing_order(
+    presharded = num_processes > 1 and _is_split_by_rank(dataloader, process_index)
+    dispatches = (is_stream and put_on_device) if dispatch_batches is None else dispatch_batches
+    obstacle = _obstacle_to_dispatching(presharded, num_processes != runtime.num_processes)
+    if dispatch_batches and obstacle is not None:
+        warn(f"dispatch_batches=True has no effect on {obstacle}: each process reads its own.")
+    num_synchronized = max(num_processes, runtime.num_processes)  # ranks that share samples must draw the same ones
+    order = _synchronized_order(
         dataloader,
-        in_agreement,
+        num_synchronized,
         seedable=use_seedable_sampler,
         constant_memory=constant_memory_shuffle,
         data_seed=data_seed,
@@ -103,57 +95,60 @@ def prepare_data_loader(
         "_drop_last": bool(getattr(batching, "drop_last", False)),
         "_non_blocking": non_blocking,
     }
-    if dispatch_batches and not ranks_share_samples and not split_elsewhere:
+    if dispatches and obstacle is None:
         return DataLoaderDispatcher(
             stream_of(dataloader) if is_stream else dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             use_stateful_dataloader=use_stateful_dataloader,
             **common,
-            **options,
+            **loader_options(dataloader),
             **order.as_options(dataloader),
         )
-    share = _Share(num_processes, process_index, split_batches, even_batches)
-    dataset: Any = dataloader.dataset
-    if is_stream and not split_elsewhere and share.has_files_of_its_own(dataset):
-        dataset = dataset.shard(num_shards=num_processes, index=process_index)
-        split_elsewhere = True  # by files, so that nobody reads what is not its own
-    if split_elsewhere:
-        dataset = stream_of(dataloader, dataset) if is_stream else dataset
-        options |= order.as_options(dataloader)
-    elif is_stream:
-        dataset = share.of_stream(dataloader)
-        options["collate_fn"] = TellingCollate(dataloader.collate_fn)
-        options["batch_size"] = dataset.share if dataloader.batch_size is not None else None
-        options["drop_last"] = False  # the shard drops incomplete rounds by itself
-    else:
-        options |= share.of_samples(order, dataloader)
+    sharding = _Sharding(num_processes, process_index, split_batches, even_batches)
+    inputs = sharding.of_split_data(dataloader, order) if presharded else sharding.of_loader(dataloader, order)
     return DataLoaderShard(
-        dataset,
-        rng_types=_synchronizable(rng_types, order.generator, in_agreement),
+        inputs.dataset,
+        rng_types=_synchronizable(rng_types, order.generator, num_synchronized),
         synchronized_generator=order.generator,
         use_stateful_dataloader=use_stateful_dataloader,
-        _split_elsewhere=split_elsewhere,
+        _presharded=inputs.is_split,
         _num_processes=num_processes,
         **common,
-        **options,
+        **{**loader_options(dataloader), **inputs.options},
     )
 
 
+def _warn_of_overridden_iter(loader: DataLoader[Any], use_stateful_dataloader: bool) -> None:
+    is_torchdatas = type(loader).__module__.startswith("torchdata.") and use_stateful_dataloader
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
+        warn(
+            f"{type(loader).__name__} overrides DataLoader.__iter__; the prepared loader is built from its "
+            "dataset, sampler and options, and does not call that method.",
+        )
+
+
+def _obstacle_to_dispatching(split_by_rank: bool, ranks_share_samples: bool) -> str | None:
+    """Return why the main process cannot read for all, as part of a message; None if it can."""
+    if split_by_rank:
+        return "data that is already split by rank"
+    return "a mesh whose ranks share samples" if ranks_share_samples else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class _AgreeingOrder:
-    """The samplers of a loader, made to agree across processes."""
+class _SynchronizedOrder:
+    """The samplers of a loader, with the same order on every process."""
 
     batch_sampler: Any = None
     sampler: Any = None
-    """What yields single samples, for loaders without batches."""
+    """The sampler of loaders without batches."""
     generator: torch.Generator | None = None
-    """The user's own generator, whose state of rank 0 every process takes."""
+    """The user's own generator, whose state is broadcast from rank 0."""
     data_takes_lists: bool = False
-    """The batch sampler stands in the sampler's place: the data set itself makes a batch of a list of indices."""
+    """The sampler is a batch sampler: the data set takes a list of indices and returns a batch."""
 
     def as_options(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return what the plain loader takes."""
+        """Return the sampling options of the plain loader."""
         if isinstance(loader.dataset, IterableDataset):
             return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if self.batch_sampler is not None:
@@ -161,34 +156,50 @@ class _AgreeingOrder:
         return {"sampler": self.sampler, "batch_size": None}
 
     def batched_by(self, batches: Any) -> dict[str, Any]:
-        """Return what the plain loader takes to have these batches."""
+        """Return the options of the plain loader for this batch sampler."""
         return {"sampler": batches, "batch_size": None} if self.data_takes_lists else {"batch_sampler": batches}
 
 
-def _agreeing_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _AgreeingOrder:
+def _synchronized_order(loader: DataLoader[Any], num_processes: int, **choice: Any) -> _SynchronizedOrder:
     if isinstance(loader.dataset, IterableDataset):
-        return _AgreeingOrder()
+        return _SynchronizedOrder()
     data_takes_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
     batch_sampler: Any = loader.sampler if data_takes_lists else loader.batch_sampler
     own: Any = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    agreed: Any = agreeing_sampler(own, **choice)
-    if agreed is not own and batch_sampler is not None:
-        batch_sampler = with_sampler(batch_sampler, agreed)
-    generator: Any = getattr(agreed, "generator", None) if agreed is own else None
-    if own is not None and agreed is own and num_processes > 1 and getattr(agreed, "generator", agreed) is None:
+    synchronized: Any = synchronized_sampler(own, **choice)
+    if synchronized is not own and batch_sampler is not None:
+        batch_sampler = with_sampler(batch_sampler, synchronized)
+    generator: Any = getattr(synchronized, "generator", None) if synchronized is own else None
+    if (
+        own is not None
+        and synchronized is own
+        and num_processes > 1
+        and getattr(synchronized, "generator", synchronized) is None
+    ):
         generator = torch.Generator()  # else a weighted sampler draws differently on each process
         generator.manual_seed(torch.random.initial_seed())
-        agreed.generator = generator
-    return _AgreeingOrder(
+        synchronized.generator = generator
+    return _SynchronizedOrder(
         batch_sampler=batch_sampler,
-        sampler=agreed,
+        sampler=synchronized,
         generator=generator if isinstance(generator, torch.Generator) else None,
         data_takes_lists=data_takes_lists,
     )
 
 
-class _Share:
-    """One process's part of whatever a loader reads."""
+@dataclass(frozen=True)
+class _ShardInputs:
+    """The data set and options of one process's loader."""
+
+    dataset: Any
+    options: dict[str, Any]
+    """The options that differ from those of the plain loader."""
+    is_split: bool = False
+    """The data set holds only the samples of this rank."""
+
+
+class _Sharding:
+    """Compute one process's shard of a loader."""
 
     def __init__(self, num_processes: int, process_index: int, split_batches: bool, even_batches: bool) -> None:
         self.num_processes = num_processes
@@ -196,15 +207,38 @@ class _Share:
         self.split_batches = split_batches
         self.even_batches = even_batches
 
-    def has_files_of_its_own(self, dataset: Any) -> bool:
-        """Tell whether a Hugging Face stream has enough shards for every process to read other ones."""
+    def of_split_data(self, loader: DataLoader[Any], order: _SynchronizedOrder, dataset: Any = None) -> _ShardInputs:
+        """Use data that is split by rank as it is: the loader's data set, or a shard of it."""
+        dataset = loader.dataset if dataset is None else dataset
+        if isinstance(loader.dataset, IterableDataset):
+            dataset = stream_of(loader, dataset)
+        return _ShardInputs(dataset, order.as_options(loader), is_split=True)
+
+    def of_loader(self, loader: DataLoader[Any], order: _SynchronizedOrder) -> _ShardInputs:
+        """Shard the loader's data."""
+        dataset: Any = loader.dataset
+        if not isinstance(dataset, IterableDataset):
+            return _ShardInputs(dataset, self.of_samples(order, loader))
+        if self.can_shard_files(dataset):  # every rank reads only its own files
+            own = dataset.shard(num_shards=self.num_processes, index=self.process_index)  # type: ignore[attr-defined]
+            return self.of_split_data(loader, order, own)
+        stream = self.of_stream(loader)
+        options = {
+            "collate_fn": MarkingCollate(loader.collate_fn),
+            "batch_size": stream.share if loader.batch_size is not None else None,
+            "drop_last": False,  # the shard drops incomplete rounds by itself
+        }
+        return _ShardInputs(stream, options)
+
+    def can_shard_files(self, dataset: Any) -> bool:
+        """Return whether a Hugging Face stream has at least one file shard per process."""
         library: Any = sys.modules.get("datasets")
         is_theirs = library is not None and isinstance(dataset, library.IterableDataset)
         enough = is_theirs and hasattr(dataset, "shard") and dataset.num_shards >= self.num_processes
         return self.num_processes > 1 and not self.split_batches and enough
 
     def of_stream(self, loader: DataLoader[Any]) -> IterableDatasetShard:
-        """Return the part of an iterable data set."""
+        """Return this process's shard of an iterable data set."""
         stream = IterableDatasetShard(
             loader.dataset,
             loader.batch_size or 1,
@@ -214,11 +248,11 @@ class _Share:
             self.split_batches and loader.batch_size is not None,
         )
         stream.fills_last_round = self.num_processes > 1
-        stream.tells_last_round = True
+        stream.marks_last_round = True
         return stream
 
-    def of_samples(self, order: _AgreeingOrder, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the samplers of a map-style loader's part."""
+    def of_samples(self, order: _SynchronizedOrder, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the sampler options of this process's shard of a map-style loader."""
         if self.num_processes == 1:
             return order.as_options(loader)
         if order.batch_sampler is not None:
@@ -233,7 +267,7 @@ class _Share:
 
 
 def stream_of(loader: DataLoader[Any], dataset: Any = None) -> IterableDatasetShard:
-    """Return a loader's iterable data set, or a part of it, as it is, but able to begin anywhere."""
+    """Wrap a loader's iterable data set, or a part of it, so that it can start at any sample."""
     stream = IterableDatasetShard(loader.dataset if dataset is None else dataset, loader.batch_size or 1)
     stream.fills_last_round = False
     return stream
@@ -251,8 +285,8 @@ class _Unbatched:
 
 
 def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
-    """Recognise data that every rank has already cut for itself, and say that it is used as it is."""
-    found = stated_split(loader, process_index)
+    """Return whether data is already split by rank, and warn that it is used as it is."""
+    found = declared_split(loader, process_index)
     if found is None:
         return False
     warn(
@@ -265,7 +299,7 @@ def _is_split_by_rank(loader: DataLoader[Any], process_index: int) -> bool:
 def _synchronizable(
     rng_types: Sequence[RNGType | str] | None, generator: torch.Generator | None, num_processes: int
 ) -> list[RNGType | str] | None:
-    """Drop the generators that are not there; None where nothing is left to synchronise."""
+    """Drop generators that do not exist; None if nothing is left to synchronise."""
     if num_processes == 1 or rng_types is None:
         return None
     kept = [kind for kind in rng_types if generator is not None or str(kind) != RNGType.GENERATOR]
@@ -273,9 +307,9 @@ def _synchronizable(
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Return a loader like this one that starts after its first batches (of this process).
+    """Return a loader like this one that skips the first batches of this process.
 
-    A position that was loaded into the loader goes on in the new one, from these batches on.
+    A position that was loaded into the loader moves to the new one, and continues after these batches.
     """
     options = loader_options(dataloader)
     dataset: Any = dataloader.dataset
@@ -307,16 +341,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
             dataset,
             rng_types=dataloader.rng_types,
             synchronized_generator=dataloader.synchronized_generator,
-            _split_elsewhere=dataloader._split_elsewhere,
+            _presharded=dataloader._presharded,
             _num_processes=dataloader.num_processes,
             **options,
         )
-    _hand_over_position(dataloader, skipped, num_batches)
+    _transfer_position(dataloader, skipped, num_batches)
     return skipped
 
 
-def _hand_over_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
-    """Let the new loader finish the epoch that a loaded position is in; the old one goes on with the next."""
+def _transfer_position(dataloader: PreparedLoader, skipped: PreparedLoader, num_batches: int) -> None:
+    """Move a loaded position to the new loader, which finishes that epoch; the old one continues with the next."""
     position, dataloader._resume = dataloader._resume, None
     if position is not None:
         skipped._resume = replace(
@@ -329,7 +363,7 @@ def _hand_over_position(dataloader: PreparedLoader, skipped: PreparedLoader, num
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader that leaves out its first batches."""
+    """A loader that skips its first batches."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any

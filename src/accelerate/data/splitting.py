@@ -1,4 +1,4 @@
-"""Cut a list of inputs into one part per process, for inference over prompts or files."""
+"""Split a list of inputs into one part per process, for inference over prompts or files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def share_of(inputs: Any, num_processes: int, process_index: int, apply_padding: bool = False) -> Any:
-    """Return one process's part: contiguous, the first processes one element longer where it does not divide.
+    """Return one process's part: contiguous, the first processes get one element more if it does not divide.
 
-    `apply_padding` fills the shorter parts with the last of all elements, as published. A string is one input, not a
-    sequence of letters: every process gets the whole of it.
+    `apply_padding` pads shorter parts with the last of all elements. A string is one input, not a sequence of letters:
+    every process gets all of it.
     """
     if num_processes == 1 or isinstance(inputs, (str, bytes)):
         return inputs

@@ -19,7 +19,7 @@ from ..checkpoint.formats.model_files import files_of_model, read_model_files
 from ..checkpoint.parts.states import with_ties
 from ..errors import UnsupportedSettingError
 from ..errors.callers import warn
-from ..parallel.modules.dtensors import is_spread
+from ..parallel.modules.dtensors import any_dtensor
 from ..runtime.devices.device import is_cpu
 from ..runtime.loop.progress import progress
 from ..runtime.modules import owner_of
@@ -94,7 +94,7 @@ def load_checkpoint_in_model(
             "weights of bitsandbytes are not offloaded to disk.",
             "Leave it out.",
         )
-    if broadcast_from_rank0 or is_spread(model.parameters()):
+    if broadcast_from_rank0 or any_dtensor(model.parameters()):
         _load_over_processes(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
     if device_map is not None:

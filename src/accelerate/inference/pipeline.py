@@ -30,30 +30,30 @@ def prepare_pippy(
     state = PartialState()
     if state.num_processes == 1:
         return model.to(state.device)
-    from ..parallel.pipeline.cutting import divide, stage_starts
+    from ..parallel.pipeline.cutting import partition_model, stage_starts
     from ..parallel.pipeline.schedules import Pipeline
-    from ..parallel.pipeline.stages import StageView, keep_stages
-    from ..parallel.pipeline.surveying import Skeleton, divided_by_use
+    from ..parallel.pipeline.stages import StageView, prune_to_stages
+    from ..parallel.pipeline.surveying import MetaModel, partition_by_use
 
     class Inference(Pipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             outputs = self.evaluate(*args, **kwargs)
-            return self.from_last(outputs) if gather_output else outputs
+            return self.broadcast_from_last(outputs) if gather_output else outputs
 
     split_at = None if split_points is None or isinstance(split_points, str) else list(split_points)
     size, rank = state.num_processes, state.process_index
     starts = stage_starts(model, split_at, size, f"prepare_pippy on {size} processes", no_split_module_classes or ())
     example = (tuple(example_args or ()), dict(example_kwargs or {}))
-    division = divided_by_use(model, starts, *example) if any(example) else divide(model, starts)
-    skeleton = Skeleton(model, division, state.device)
-    keep_stages(model, division, skeleton, [rank])
+    partition = partition_by_use(model, starts, *example) if any(example) else partition_model(model, starts)
+    meta_model = MetaModel(model, partition, state.device)
+    prune_to_stages(model, partition, meta_model, [rank])
     with torch.no_grad():
         model.to(state.device)
-    view = StageView(model, division, skeleton, rank)
-    view.begin()
+    view = StageView(model, partition, meta_model, rank)
+    view.register_entry_hook()
     config = PipelineConfig(schedule="gpipe", microbatches=num_chunks or size)
     group = dist.group.WORLD
     assert group is not None
-    model.forward = Inference([view], division, skeleton, config, group, state.device)
+    model.forward = Inference([view], partition, meta_model, config, group, state.device)
     model.hf_split_points = starts  # type: ignore[assignment]
     return model

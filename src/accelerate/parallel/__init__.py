@@ -1,1 +1,1 @@
-"""One strategy per way of spreading a model over processes."""
+"""Parallelism strategies: how models are distributed over processes."""

@@ -1,12 +1,12 @@
-"""`torch.compile` over models that a strategy has placed and wrapped: whole, or only their repeated blocks.
+"""`torch.compile` for models that a strategy has placed and wrapped: whole, or only their repeated blocks.
 
-[Note: order] A model is compiled after it was wrapped. torch asks for that with DDP, whose buckets then decide where a
-graph is cut, so that gradients travel while the backward pass goes on; and FSDP2's hooks stay outside the graphs.
+[Note: order] A model is compiled after it is wrapped. torch requires that with DDP, whose buckets then determine the
+graph breaks, so that gradient reduction overlaps with the backward pass. FSDP2's hooks stay outside the graphs.
 
-[Note: regions] A block is compiled in place by `Module.compile`: neither the module nor the names of its state change,
-and torch keeps compiled code per function and not per object, so that all blocks of a class share what the first one
-cost. What is around them stays eager: compiled around the blocks it would be traced through them again, which
-costs as much as the whole model, and an embedding or a head alone gains nothing.
+[Note: regions] A block is compiled in place by `Module.compile`, which changes neither the module nor the names in its
+state. torch caches compiled code per function and not per object, so all blocks of a class share one compilation. The
+rest stays eager: compiling it would trace through the blocks again, which costs as much as the whole model, and an
+embedding or a head alone gains nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
-from .modules.dtensors import is_spread
+from .modules.dtensors import any_dtensor
 from .modules.unwrapping import is_compiled_module
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def compiling(strategy: Strategy, plugin: TorchDynamoPlugin) -> Strategy:
-    """Return a strategy that also compiles; the same one where nothing is to be compiled."""
+    """Return a strategy that also compiles, or the same one if compilation is off."""
     return cast("Strategy", _Compiling(strategy, plugin)) if plugin.compiles else strategy
 
 
 class _Compiling:
-    """A strategy whose models are compiled; questions about a model are asked about the one that was compiled."""
+    """A strategy that compiles its models; other methods are called with the uncompiled model."""
 
     def __init__(self, strategy: Strategy, plugin: TorchDynamoPlugin) -> None:
         self._strategy = strategy
@@ -60,18 +60,18 @@ class _Compiling:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
         return self._strategy.resume_sync(uncompiled(model))
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state of a whole model, with the names it has uncompiled."""
-        return self._strategy.whole_state(uncompiled(model))
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict of a model, with uncompiled names."""
+        return self._strategy.full_state_dict(uncompiled(model))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """Compile a model as the plugin says, unless it or a part of it is compiled already."""
+    """Compile a model as the plugin says, unless it or a submodule is compiled already."""
     if has_compiled_regions(model):
-        _say("The model is compiled already, and stays as it is.")
+        _log_on_main("The model is compiled already, and stays as it is.")
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())
@@ -84,42 +84,42 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of a module in place and return it; without any, return it compiled whole."""
+    """Compile the repeated blocks of a module in place and return it; without blocks, compile the whole module."""
     return module if _compile_blocks(module, compile_kwargs) else _whole(module, compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of a sharded module, or else itself, always in place; return it."""
+    """Compile the repeated blocks of a sharded module, or the whole module, in place; return it."""
     if not _compile_blocks(module, compile_kwargs):
         module.compile(**compile_kwargs)
     return module
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the repeated blocks of a module that DeepSpeed will own, or else itself, always in place."""
+    """Compile the repeated blocks of a module for DeepSpeed, or the whole module, in place."""
     compile_regions_fsdp2(module, **compile_kwargs)
 
 
 def _compile_blocks(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Compile the repeated blocks in place; tell whether there are any."""
+    """Compile the repeated blocks in place; return whether there are any."""
     blocks = list(compilable_blocks(module))
     name = type(module).__name__
     if not blocks:
-        _say(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
+        _log_on_main(f"{name} has no repeated blocks of a class with a forward of its own: it is compiled whole.")
         return False
     for block in blocks:
         if not _is_compiled(block):
             block.compile(**options)
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    _say(f"Compiled the {len(blocks)} blocks ({kinds}) of {name}; the rest runs eagerly.")
+    _log_on_main(f"Compiled the {len(blocks)} blocks ({kinds}) of {name}; the rest runs eagerly.")
     return True
 
 
 def compilable_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that stand in a list or sequence together with others of their class.
+    """Yield the outermost modules that share a list or sequence with others of their class.
 
-    Those whose forward is torch's own are left out: the compiler does not begin a graph in torch's files, so that
-    compiling one would silently do nothing.
+    Modules with torch's own forward are left out: the compiler does not start a graph in torch's files, so compiling
+    them would silently do nothing.
     """
     own = [child for child in module.children() if not _runs_torchs_own_forward(child)]
     kinds = [type(child) for child in own]
@@ -131,13 +131,13 @@ def compilable_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Tell whether a module or any part of it is compiled."""
+    """Return whether a module or any submodule is compiled."""
     return any(_is_compiled(part) for part in module.modules())
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Tell whether any parameter of a model is spread over a mesh."""
-    return is_spread(model.parameters())
+    """Return whether any parameter of a model is a DTensor."""
+    return any_dtensor(model.parameters())
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -153,16 +153,16 @@ def _runs_torchs_own_forward(module: nn.Module) -> bool:
     return getattr(forward, "__module__", "torch.jit").startswith(("torch.nn.", "torch.jit"))
 
 
-def _say(text: str) -> None:
+def _log_on_main(text: str) -> None:
     if rank_of_this_process() == 0:
         logger.info(text)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Tell whether this is a list of modules of one class."""
+    """Return whether this is a list of modules of one class."""
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Tell whether a module is, or holds, a list of modules of one class."""
+    """Return whether a module is, or holds, a list of modules of one class."""
     return any(map(is_repeated_blocks, module.modules()))

@@ -1,4 +1,4 @@
-"""Data parallelism: a copy of the model on every process, gradients averaged by torch's DDP."""
+"""Data parallelism: a replica of the model on every process, with gradients averaged by torch's DDP."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .modules.dtensors import require_plain
 
 
 class DataParallel(Strategy):
-    """Train copies that stay equal because every process applies the same averaged gradients."""
+    """Train replicas that stay equal because every process applies the same averaged gradients."""
 
     capabilities = Capabilities(defers_sync=True)
 
     def __init__(self, runtime: Runtime, handler: DistributedDataParallelKwargs | None = None) -> None:
         super().__init__(runtime)
         self.handler = handler
-        # Models with `static_graph` whose graph is not known yet.
-        self._unlearned: WeakSet[nn.Module] = WeakSet()
+        # Models with `static_graph` whose graph DDP has not recorded yet.
+        self._awaiting_static_graph: WeakSet[nn.Module] = WeakSet()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap a model in DDP, unless nothing in it is trained."""
+        """Wrap a model in DDP, unless no parameter requires gradients."""
         if not any(param.requires_grad for param in model.parameters()):
             return model
         require_plain(model)
@@ -41,38 +41,38 @@ class DataParallel(Strategy):
         if self.handler is not None:
             self.handler.register_comm_hook(wrapped)
         if wrapped.static_graph:
-            self._note_first_forward(wrapped)
+            self._await_first_forward(wrapped)
         return wrapped
 
-    def _note_first_forward(self, model: nn.Module) -> None:
-        self._unlearned.add(model)
+    def _await_first_forward(self, model: nn.Module) -> None:
+        self._awaiting_static_graph.add(model)
 
         def note(*_: Any) -> None:
             if torch.is_grad_enabled():
-                self._unlearned.discard(model)
+                self._awaiting_static_graph.discard(model)
                 hook.remove()
 
         hook = model.register_forward_hook(note)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients unreduced inside the context.
+        """Skip gradient reduction inside the context.
 
-        With `static_graph` the first backward pass is reduced all the same, because DDP learns the graph from it. That
-        changes no sum: see [Note: averaging twice] in `averaging.py`.
+        With `static_graph` the first backward pass is still reduced, because DDP records the graph in it. That does not
+        change the result: see [Note: averaging twice] in `averaging.py`.
         """
-        if not isinstance(model, DistributedDataParallel) or model in self._unlearned:
+        if not isinstance(model, DistributedDataParallel) or model in self._awaiting_static_graph:
             return nullcontext()
         return model.no_sync()
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Average gradients at the end of the context, although the forward pass ran in `no_sync`.
 
-        DDP's reducer would have to be told before the backward pass which parameters the forward pass has used.
+        DDP's reducer must know before the backward pass which parameters the forward pass used, so it cannot do this.
         """
-        return _averaged_at_the_end(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        return _averaging_on_exit(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 @contextmanager
-def _averaged_at_the_end(model: nn.Module) -> Iterator[None]:
+def _averaging_on_exit(model: nn.Module) -> Iterator[None]:
     yield
     average_gradients(model.parameters())

@@ -1,4 +1,4 @@
-"""Settings -> strategy: the only branch on the backend."""
+"""Choose the strategy for the settings: the only branch on the backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def strategy_for(
     parallelism: ParallelismConfig | None = None,
     mixed_precision: str = "no",
 ) -> Strategy:
-    """Choose how models are spread."""
+    """Return the strategy for these settings."""
     if parallelism is not None:
         if parallelism.sp_enabled:
             raise UnsupportedSettingError(f"sp_size={parallelism.sp_size}", f"it is DeepSpeed's, and {NOT_YET}",
@@ -52,7 +52,7 @@ def strategy_for(
     sharding = sharding or FullyShardedDataParallelPlugin()
     if mixed_precision != "no":
         sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
-    mesh = Mesh.of(parallelism or _over_all(runtime, sharding), runtime)
+    mesh = Mesh.of(parallelism or _default_parallelism(runtime, sharding), runtime)
     if mesh.config.pp_enabled:
         from .pipeline.strategy import PipelineParallel
 
@@ -79,7 +79,7 @@ def _engines_of(
     return DeepSpeedEngines(runtime, plugins)
 
 
-def _over_all(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
+def _default_parallelism(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
     hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
-    others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp")}  # and not the environment's
+    others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp")}  # not those of the environment
     return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts, **others)

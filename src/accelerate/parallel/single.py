@@ -1,4 +1,4 @@
-"""One process, one device: the model as it is."""
+"""One process, one device: the model is not wrapped."""
 
 from __future__ import annotations
 

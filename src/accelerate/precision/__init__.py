@@ -1,4 +1,4 @@
-"""One object per number format of the forward and backward pass."""
+"""Mixed precision: one class per number format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .full import FullPrecision
 def precision_for(
     name: str, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs | None, fp8: Fp8Settings
 ) -> FullPrecision:
-    """Return the object for a number format: the only branch on its name. Without a scaler somebody else scales."""
+    """Return the precision for a format name: the only branch on it. `scaler` is None if an engine scales losses."""
     if name == PrecisionType.FP8:
         from .fp8 import Fp8Precision  # here: few runs need it
 

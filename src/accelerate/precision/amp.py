@@ -20,10 +20,10 @@ from .scaler import SharedGradScaler
 
 
 class AutocastForward:
-    """A model's forward pass under autocast, its outputs turned back to fp32.
+    """A model's forward pass under autocast, with outputs converted to fp32.
 
-    Building a `torch.autocast` costs more than entering one, so idle ones are kept; a nested or concurrent call
-    finds none idle and builds its own.
+    Building a `torch.autocast` costs more than entering one, so idle ones are pooled. A nested or concurrent call finds
+    the pool empty and builds its own.
     """
 
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], torch.autocast]) -> None:
@@ -33,7 +33,7 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass."""
-        if torch.compiler.is_compiling():  # the compiler knows how to trace a fresh context, not a kept one
+        if torch.compiler.is_compiling():  # the compiler can trace a new context, not a pooled one
             with self.autocast():
                 return convert_to_fp32(self.forward(*args, **kwargs))
         try:
@@ -48,7 +48,7 @@ class AutocastForward:
         return convert_to_fp32(outputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the idle contexts; a bound forward follows the copied model."""
+        """Copy and pickle without the pooled contexts; a bound forward is copied with its model."""
         return {"forward": self.forward, "autocast": self.autocast}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class AutocastForward:
 
 
 class AmpPrecision(FullPrecision):
-    """Compute in fp16 or bf16 where autocast finds it safe; parameters and outputs stay fp32."""
+    """Compute in fp16 or bf16 where autocast does; parameters and outputs stay fp32."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class AmpPrecision(FullPrecision):
             self.scaler = SharedGradScaler(device.type, **scaler.to_dict())
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """Put autocast around the model's forward; the original stays at `_original_forward`."""
-        model = getattr(model, "_orig_mod", model)  # inside what `torch.compile` returned, so that it is compiled too
+        """Wrap the model's forward in autocast; the original is kept as `_original_forward`."""
+        model = getattr(model, "_orig_mod", model)  # inside the compiled module, so that autocast is compiled too
         model._original_forward = model.forward
         model.forward = AutocastForward(model.forward, self._autocast_of(self.autocast_handler))
 
@@ -83,16 +83,16 @@ class AmpPrecision(FullPrecision):
         return partial(torch.autocast, self.device_type, dtype=self.dtype, **handler.to_dict())
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        """Return a fresh autocast context."""
+        """Return a new autocast context."""
         return self._autocast_of(handler or self.autocast_handler)()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale the loss in fp16, so that small gradients survive."""
+        """Scale the loss in fp16, so that small gradients do not underflow."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 def remove_forward_wrapper(model: nn.Module) -> None:
-    """Give a model its own forward back, whoever wrapped it."""
+    """Restore a model's own forward."""
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return

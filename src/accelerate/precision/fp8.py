@@ -1,6 +1,6 @@
-"""fp8 through torchao: linear layers multiply in 8 bits, everything else computes in bf16.
+"""fp8 with torchao: linear layers multiply in fp8, everything else computes in bf16.
 
-torchao is imported when the first model is converted, and never by importing this module. A converted layer keeps the
+torchao is imported when the first model is converted, not by importing this module. A converted layer keeps the
 parameters of the layer it replaces, so optimizers, names and checkpoints do not change.
 """
 
@@ -29,11 +29,11 @@ from .amp import AmpPrecision
 logger = logging.getLogger(__name__)
 
 _DIVISOR = 16
-"""Dimensions that the matrix units take in fp8 are multiples of this."""
+"""fp8 matrix multiplication needs dimensions that are multiples of this."""
 
 
 class Fp8Precision(AmpPrecision):
-    """Multiply in fp8 where a layer was converted, under bf16 autocast; parameters and outputs stay fp32."""
+    """Multiply in fp8 in converted layers, under bf16 autocast; parameters and outputs stay fp32."""
 
     fp8_backend = FP8BackendType.AO
 
@@ -43,12 +43,12 @@ class Fp8Precision(AmpPrecision):
         self.filter = settings.recipe.module_filter_func
         self.config = _config_of(settings.recipe, device)
         if self.config.emulate:
-            _say_that_it_is_emulated(device.type)
+            _log_emulation(device.type)
 
     def convert(self, model: nn.Module, to_fp8: Callable[..., None]) -> None:
-        """Let linear layers compute in fp8, in place, and tell which."""
+        """Convert linear layers to fp8 in place, and log which."""
         if has_ao_layers(model):
-            _say(f"{type(model).__name__} has fp8 layers already, and stays as it is.")
+            _log_on_main(f"{type(model).__name__} has fp8 layers already, and stays as it is.")
             return
         chosen, left = _choice(model, self.filter)
         to_fp8(model, config=self.config, module_filter_func=self.filter)
@@ -60,7 +60,7 @@ class Fp8Precision(AmpPrecision):
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Filter | None = None) -> None:
     """Convert the linear layers of a model to torchao's fp8 layers, in place.
 
-    Without a filter the first and the last linear layer stay as they are, and those whose sizes do not divide by 16.
+    Without a filter the first and the last linear layer are not converted, nor those whose sizes do not divide by 16.
     """
     _swap(
         model, _choice(model, module_filter_func)[0], config if config is not None else _torchao().Float8LinearConfig()
@@ -74,18 +74,18 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """Tell whether a module may compute in fp8: it is not one of the named, and its sizes divide by 16."""
+    """Return whether a module may compute in fp8: it is not one of the named, and its sizes divide by 16."""
     return fqn not in layers_to_filter and not (isinstance(module, nn.Linear) and _odd_sizes(module))
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Tell whether the layer of this name in a model may compute in fp8: it is neither the first nor the last."""
+    """Return whether the layer of this name in a model may compute in fp8: it is neither the first nor the last."""
     return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Tell whether any layer of a model computes in fp8 by torchao."""
-    if "torchao.float8" not in sys.modules:  # then nobody can have made one
+    """Return whether any layer of a model computes in fp8 by torchao."""
+    if "torchao.float8" not in sys.modules:  # then there cannot be any
         return False
     return any(isinstance(module, _fp8_linear()) for module in model.modules())
 
@@ -94,14 +94,14 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 
 def _choice(model: nn.Module, accepts: Filter | None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linear layers to convert by name, and why the others are left."""
+    """Return the linear layers to convert by name, and why the others are not."""
     first, last = find_first_last_linear_layers(model)
     rules = partial(_reason_by_default, first=first, last=last) if accepts is None else partial(_reason_by, accepts)
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            reason = _reason_in_its_making(name, module) or rules(name, module)
+            reason = _reason_by_type(name, module) or rules(name, module)
             if reason is None:
                 chosen[name] = module
             else:
@@ -109,7 +109,7 @@ def _choice(model: nn.Module, accepts: Filter | None) -> tuple[dict[str, nn.Line
     return chosen, left
 
 
-def _reason_in_its_making(name: str, module: nn.Linear) -> str | None:
+def _reason_by_type(name: str, module: nn.Linear) -> str | None:
     if name == "":
         return "it is the model itself, which cannot be exchanged"
     if type(module) is not nn.Linear:
@@ -140,7 +140,9 @@ def _report(model: nn.Module, chosen: list[str], left: dict[str, str]) -> None:
     rest = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()) or "none"
     model_name = type(model).__name__
     if chosen:
-        _say(f"{len(chosen)} linear layers of {model_name} compute in fp8: {', '.join(chosen)}. Left in bf16: {rest}.")
+        _log_on_main(
+            f"{len(chosen)} linear layers of {model_name} compute in fp8: {', '.join(chosen)}. Left in bf16: {rest}."
+        )
     elif rank_of_this_process() == 0:
         warn(f'mixed_precision="fp8" converts no layer of {model_name}, which runs in bf16: {rest}.')
 
@@ -153,19 +155,19 @@ def _swap(model: nn.Module, layers: dict[str, nn.Linear], config: Any) -> None:
         return
     _torchao().convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in layers)
     for name, old in layers.items():
-        # torchao brings the parameters along; hooks, flags and what others noted on the layer come here.
-        notes = {key: value for key, value in vars(old).items() if key != "_parameters"}
-        vars(model.get_submodule(name)).update(notes)
+        # torchao keeps the parameters; copy hooks, flags and other attributes.
+        attributes = {key: value for key, value in vars(old).items() if key != "_parameters"}
+        vars(model.get_submodule(name)).update(attributes)
 
 
 def _config_of(recipe: AORecipeKwargs, device: torch.device) -> Any:
-    """Return torchao's configuration, as it can be had on this device."""
+    """Return torchao's configuration, as this device supports it."""
     config = recipe.config if recipe.config is not None else _torchao().Float8LinearConfig()
-    said = {
+    overrides = {
         "pad_inner_dim": recipe.pad_inner_dim,
         "enable_fsdp_float8_all_gather": recipe.enable_fsdp_float8_all_gather,
     }
-    config = replace(config, **{name: value for name, value in said.items() if value is not None})
+    config = replace(config, **{name: value for name, value in overrides.items() if value is not None})
     if config.enable_fsdp_float8_all_gather:
         config = replace(config, enable_fsdp_float8_all_gather=False)
         if rank_of_this_process() == 0:
@@ -196,10 +198,12 @@ def _fp8_linear() -> type[nn.Module]:
 
 
 @cache
-def _say_that_it_is_emulated(kind: str) -> None:
-    _say(f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and multiplies in a wider format, which is slower.")
+def _log_emulation(kind: str) -> None:
+    _log_on_main(
+        f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and multiplies in a wider format, which is slower."
+    )
 
 
-def _say(text: str) -> None:
+def _log_on_main(text: str) -> None:
     if rank_of_this_process() == 0:
         logger.info(text)

@@ -1,4 +1,4 @@
-"""Full precision: nothing is cast, nothing is scaled. The contract that other formats refine."""
+"""Full precision: nothing is cast or scaled. The base class of other formats."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class FullPrecision:
-    """Compute in the parameters' own number format."""
+    """Compute in the parameters' own dtype."""
 
     scaler: torch.amp.GradScaler | None = None
-    """Scales the loss, where the format needs it."""
+    """The loss scaler, if the format needs one."""
     fp8_backend = FP8BackendType.NO
-    """Who computes in fp8, where anybody does."""
+    """The fp8 backend, if there is one."""
 
     def convert(self, model: nn.Module, to_fp8: Callable[..., None]) -> None:
-        """Exchange layers for ones that compute in this format, in place; their parameters stay the same objects.
+        """Replace layers by ones that compute in this format, in place; parameters stay the same objects.
 
-        `to_fp8` is the function that does it for fp8, which other libraries overwrite.
+        `to_fp8` is the function that converts to fp8; other libraries replace it.
         """
 
     def wrap_forward(self, model: nn.Module) -> None:

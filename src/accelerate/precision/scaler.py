@@ -12,12 +12,11 @@ from ..runtime.devices.device import default_device
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """torch's `GradScaler`, right also when one backward pass feeds several optimizers.
+    """torch's `GradScaler`, also correct when one backward pass serves several optimizers.
 
-    torch wants `update()` once, after the last optimizer has stepped; a prepared optimizer cannot know whether it is
-    the last. With more than one optimizer the update therefore waits for whatever needs the new scale: the next
-    `scale()`, or a look at the state. `unscale_` may be called again for the same gradients and then does nothing,
-    so that clipping two parameter sets is not an error.
+    torch expects one `update()` after the last optimizer step; a prepared optimizer cannot know whether it is the last.
+    With several optimizers the update is deferred until the new scale is needed: by the next `scale()`, or when the
+    state is read. A second `unscale_` of the same gradients does nothing, so that two parameter sets can be clipped.
     """
 
     def __init__(self, device: str, **options: Any) -> None:
@@ -27,7 +26,9 @@ class SharedGradScaler(torch.amp.GradScaler):
         self._unscaled: set[int] = set()
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None and self.is_enabled():  # torch speaks of scaler.scale(), which users here do not call
+        if (
+            self._scale is None and self.is_enabled()
+        ):  # torch's message names scaler.scale(), which users do not call here
             raise RuntimeError(
                 f"fp16 needs scaled losses, and {funcname}() was called before a loss was scaled: call "
                 "accelerator.backward(loss) instead of loss.backward()."
@@ -43,7 +44,7 @@ class SharedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide gradients mesh by mesh: torch's kernel takes those of one at a time, or plain ones."""
+        """Unscale gradients mesh by mesh, because torch's kernel takes one mesh at a time."""
         by_mesh: dict[Any, list[Tensor]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -61,17 +62,17 @@ class SharedGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any: ...
     def scale(self, outputs: Any) -> Any:
         """Multiply by the current scale."""
-        self.settle()
+        self.flush()
         return super().scale(outputs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale to what the optimizers saw; deferred while others may still step."""
+        """Update the scale; deferred while other optimizers may still step."""
         self._update_is_due = True
         if new_scale is not None or self.num_optimizers <= 1:
-            self.settle(new_scale)
+            self.flush(new_scale)
 
-    def settle(self, new_scale: float | Tensor | None = None) -> None:
-        """Carry out an update that is due."""
+    def flush(self, new_scale: float | Tensor | None = None) -> None:
+        """Run a deferred update."""
         if self._update_is_due:
             self._update_is_due = False
             self._unscaled.clear()
@@ -79,15 +80,15 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the current scale."""
-        self.settle()
+        self.flush()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, with no update outstanding."""
-        self.settle()
+        """Return the scaler's state, after any deferred update."""
+        self.flush()
         return super().state_dict()
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return torch's loss scaler for this machine's device; it knows sharded gradients too."""
+    """Return torch's `GradScaler` for this machine's device; it supports sharded gradients."""
     return torch.amp.GradScaler(default_device().type, **kwargs)

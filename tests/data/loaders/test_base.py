@@ -1,4 +1,4 @@
-"""Prepared data loaders: my share, on my device, knowing where they are."""
+"""Prepared data loaders: shards, devices, ends of epochs, metrics."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_sampler_over_part_of_the_data_counts_its_own_samples() -> None:
 
 
 class CustomBatches(BatchSampler):
-    """A user's own batch sampler, known only by iterating."""
+    """A user's own batch sampler, which can only be iterated."""
 
 
 @ranks(2)
@@ -228,7 +228,7 @@ def test_iterable_data_and_loaders_without_batches_can_be_skipped() -> None:
     assert [int(item) for item in skip_first_batches(single, 3)] == [3]
 
 
-def test_a_loader_class_with_its_own_iteration_is_told_that_it_is_not_used() -> None:
+def test_an_overridden_iter_is_warned_about() -> None:
     class Own(DataLoader):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             return iter(())
@@ -238,7 +238,7 @@ def test_a_loader_class_with_its_own_iteration_is_told_that_it_is_not_used() -> 
 
 
 def test_random_augmentation_draws_when_the_plain_loader_would() -> None:
-    """Reading ahead would draw the second batch's numbers before the first step's dropout."""
+    """Prefetching would draw the second batch's numbers before the first step's dropout."""
 
     def noise(samples: list[int]) -> torch.Tensor:
         return torch.rand(len(samples))
@@ -315,7 +315,7 @@ def test_a_stream_split_by_node_is_recognised() -> None:
 
 
 @ranks(2)
-def test_uneven_numbers_of_steps_are_told_before_the_first_step() -> None:
+def test_uneven_numbers_of_steps_are_warned_of_before_the_first_step() -> None:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     loader = accelerator.prepare(DataLoader(range(5), batch_size=1))
     with pytest.warns(UserWarning, match="rank 0 takes 3 steps per epoch and rank 1 takes 2"):

@@ -1,4 +1,4 @@
-"""One process reads, every process gets its part."""
+"""The main process reads and scatters the parts."""
 
 from __future__ import annotations
 

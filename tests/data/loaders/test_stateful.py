@@ -1,4 +1,4 @@
-"""Prepared loaders that are torchdata's `StatefulDataLoader` as well."""
+"""Prepared loaders that are also torchdata's `StatefulDataLoader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders that agree across processes."""
+"""Orders that are the same on every process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from accelerate.data.order.orders import SynchronizedRandomSampler, agreeing_sampler, read_order, sized_sampler
+from accelerate.data.order.orders import SynchronizedRandomSampler, read_order, sized_sampler, synchronized_sampler
 from accelerate.data_loader import SeedableRandomSampler
 from tests.ranks import run_on_ranks
 
@@ -56,10 +56,10 @@ def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
 def test_only_torchs_plain_random_sampler_is_replaced() -> None:
     subset = SubsetRandomSampler(range(4))
     choice = {"constant_memory": False, "data_seed": 1}
-    assert agreeing_sampler(subset, seedable=True, **choice) is subset
+    assert synchronized_sampler(subset, seedable=True, **choice) is subset
     own_generator = RandomSampler(range(4), generator=torch.Generator())
-    assert agreeing_sampler(own_generator, seedable=False, **choice) is own_generator
-    seedable = agreeing_sampler(own_generator, seedable=True, **choice)
+    assert synchronized_sampler(own_generator, seedable=False, **choice) is own_generator
+    seedable = synchronized_sampler(own_generator, seedable=True, **choice)
     assert isinstance(seedable, SeedableRandomSampler)
     assert seedable.generator is own_generator.generator
 

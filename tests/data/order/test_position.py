@@ -1,4 +1,4 @@
-"""Positions: seeking, another batch size, and what cannot be kept."""
+"""Positions: seeking, other batch sizes, and positions that are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_position_saved_in_the_last_step_is_the_next_epoch() -> None:
 
 
 def test_loading_does_not_disturb_torchs_generator() -> None:
-    """A checkpoint restores the generator; going on with the data must not draw from it."""
+    """A checkpoint restores the generator; resuming the data must not draw from it."""
     loader = prepare_data_loader(DataLoader(range(40), batch_size=4, shuffle=True))
     torch.manual_seed(0)
     numbers, state, rng = [], {}, None

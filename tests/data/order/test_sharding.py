@@ -1,4 +1,4 @@
-"""Shares of a global order: complete, disjoint, equal."""
+"""Shards of a global order: complete, disjoint, equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training run by an engine of DeepSpeed, which the tests of DeepSpeed share, on the small transformer."""
+"""A training run of the small transformer with a DeepSpeed engine, shared by the DeepSpeed tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engines own is saved and committed as everything else, and loads on another number of ranks."""
+"""Checkpoints of DeepSpeed engines: saved, committed, and loaded on other world sizes."""
 
 from __future__ import annotations
 

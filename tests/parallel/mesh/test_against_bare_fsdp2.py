@@ -23,7 +23,7 @@ STEPS = 8
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's share, as a sharded loader deals it: whole batches in turn."""
+    """Return this rank's share, as a sharded loader assigns it: whole batches, round robin."""
     rank = torch.distributed.get_rank()
     return list(loader(4))[rank::2]
 
@@ -219,7 +219,7 @@ class WithoutReset(nn.Module):
 
 
 @ranks(2)
-def test_a_module_that_cannot_be_initialised_is_named_and_can_be_told_how() -> None:
+def test_a_module_that_cannot_be_initialised_is_named_and_takes_an_init_fn() -> None:
     with torch.device("meta"):
         net = nn.Sequential(WithoutReset())
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
@@ -326,7 +326,7 @@ def test_evaluation_and_moving_averages_work_on_shards() -> None:
 
 @ranks(2)
 def test_a_step_gathers_no_more_often_than_by_hand() -> None:
-    """The backward pass begins with the outermost unit, so that one stays whole until then, and only until then."""
+    """The backward pass begins with the outermost unit, so it stays gathered until then."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     inputs, targets = batches()[0]
 

@@ -1,4 +1,4 @@
-"""Units that forget their activations compute them again, and keep nothing but their inputs."""
+"""Activation checkpointing: units save only their inputs and recompute the rest."""
 
 from __future__ import annotations
 

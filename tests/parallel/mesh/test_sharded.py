@@ -1,4 +1,4 @@
-"""Every way of spreading a model trains it as one process does."""
+"""Every parallelism strategy trains a model as one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that no engine reduces are those of one process all the same."""
+"""Gradients that no engine reduces equal those of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MICRO_BATCHES = [(inputs, targets) for inputs, targets in loader(8, samples=48)]
 
 
 def sharded(**options: Any) -> Accelerator:
-    """Shard over all processes, or as copies of two; tokens and head stay whole."""
+    """Shard over all processes, or as copies of two; tokens and head are not sharded."""
     plugin = FullyShardedDataParallelPlugin(ignored_modules="tokens|head", **options.pop("fields", {}))
     return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
 
@@ -221,7 +221,7 @@ def test_ignored_modules_are_saved_and_loaded_with_the_others(kind: str, tmp_pat
 
 
 class Chooser(nn.Module):
-    """Two layers of which a call uses one, and one that nobody uses."""
+    """Two layers of which a call uses one, and one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

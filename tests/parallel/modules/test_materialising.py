@@ -1,4 +1,4 @@
-"""A model of which only the first process brings the contents."""
+"""Models whose weights only the first process holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..small_transformer import WIDTH, Transformer, loader, loss_of
 
 
 class WithBuffers(Transformer):
-    """A transformer with a saved and an unsaved buffer, the latter in two places, and a note beside its weights."""
+    """A transformer with a saved and an unsaved buffer, the latter in two places, and an extra state."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_weights_of_the_first_process_are_refused_where_layers_are_split() -> No
 
 
 class Shifted(nn.Linear):
-    """A layer with buffers that `reset_parameters` knows nothing of."""
+    """A layer with buffers that `reset_parameters` does not set."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -21,7 +21,7 @@ def test_repeated_blocks_are_found() -> None:
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
 
 
-def test_a_model_that_names_its_blocks_is_believed() -> None:
+def test_no_split_modules_names_the_blocks() -> None:
     net = model()
     net._no_split_modules = ["LayerNorm"]
     assert names(net) == ["blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1", "blocks.1.norm2", "norm"]

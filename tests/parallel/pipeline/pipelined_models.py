@@ -1,4 +1,4 @@
-"""Small models whose stages need more of each other than the hidden states, or keep something."""
+"""Small models whose stages exchange more than hidden states, or keep state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MaskNet(Net):
 
 
 class OptionalMaskNet(Net):
-    """A model that leaves the mask out where it hides nothing, and hands it to the blocks before the hidden states."""
+    """A model that leaves the mask out where it hides nothing, and passes it to the blocks before the hidden states."""
 
     class Block(Block):
         """A block that takes the mask first."""
@@ -110,10 +110,10 @@ class NoisyNet(Net):
 
 
 class RandomNet(nn.Module):
-    """Four blocks that each add a random mask, which is drawn once and handed from block to block."""
+    """Four blocks that each add a random mask, which is drawn once and passed from block to block."""
 
     class Block(nn.Linear):
-        """Add the mask, and hand it on."""
+        """Add the mask, and return it."""
 
         def forward(self, call: Any) -> Any:
             """Return hidden states and the mask."""

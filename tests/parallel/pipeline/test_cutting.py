@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.config.plugins.parallelism import PipelineConfig
-from accelerate.parallel.pipeline.cutting import CannotCutError, Division, divide, require_use_where_given, stage_starts
-from accelerate.parallel.pipeline.stages import StageView, keep_stages
-from accelerate.parallel.pipeline.surveying import Skeleton, Survey, divided_by_use
+from accelerate.parallel.pipeline.cutting import (
+    CannotCutError,
+    Partition,
+    partition_model,
+    require_use_in_own_stage,
+    stage_starts,
+)
+from accelerate.parallel.pipeline.stages import StageView, prune_to_stages
+from accelerate.parallel.pipeline.surveying import MetaModel, Survey, partition_by_use
 
 from ..small_transformer import LENGTH, VOCABULARY, model
 
@@ -19,22 +25,22 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY
 
 
-def survey_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Division, Survey]:
-    division = divide(net, starts)
-    return division, Skeleton(net, division, CPU).survey(args, kwargs)
+def survey_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Partition, Survey]:
+    partition = partition_model(net, starts)
+    return partition, MetaModel(net, partition, CPU).survey(args, kwargs)
 
 
 def through_the_stages(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> Any:
     """Run one stage after the other in this process, each with its own part of the model."""
-    division, survey = survey_of(net, starts, *args, **kwargs)
-    require_use_where_given(division, survey.uses)
-    skeleton = Skeleton(net, division, CPU)
-    views = [StageView(net, division, skeleton, index) for index in range(division.num_stages)]
+    partition, survey = survey_of(net, starts, *args, **kwargs)
+    require_use_in_own_stage(partition, survey.uses)
+    meta_model = MetaModel(net, partition, CPU)
+    views = [StageView(net, partition, meta_model, index) for index in range(partition.num_stages)]
     received: Any = ()
     for view in views:
-        view.begin()
-        view.receives = survey.handovers[view.index - 1] if view.index else view.receives
-        view.hands_over = survey.handovers[view.index] if not view.is_last else view.hands_over
+        view.register_entry_hook()
+        view.input_boundary = survey.boundaries[view.index - 1] if view.index else view.input_boundary
+        view.output_boundary = survey.boundaries[view.index] if not view.is_last else view.output_boundary
         received = view.module(received, args, kwargs)
     return views[-1].output
 
@@ -94,12 +100,12 @@ def test_a_schedule_that_cannot_run_is_refused_with_numbers_that_would() -> None
 
 def test_every_parameter_goes_to_the_stage_that_takes_it() -> None:
     net = model(layers=4)
-    division, survey = survey_of(net, ["blocks.1", "blocks.3"], TOKENS)
-    require_use_where_given(division, survey.uses)
+    partition, survey = survey_of(net, ["blocks.1", "blocks.3"], TOKENS)
+    require_use_in_own_stage(partition, survey.uses)
     assert survey.uses.keys() == dict(net.named_parameters()).keys()
-    assert division.stage_of("tokens.weight") == 0
-    assert division.stage_of("blocks.1.up.bias") == 1
-    assert division.stage_of("head.weight") == 2
+    assert partition.stage_of("tokens.weight") == 0
+    assert partition.stage_of("blocks.1.up.bias") == 1
+    assert partition.stage_of("head.weight") == 2
 
 
 def test_the_stages_together_are_the_model() -> None:
@@ -167,14 +173,14 @@ def test_any_sequence_is_cut() -> None:
     torch.testing.assert_close(through_the_stages(net, starts, data), expected)
 
 
-def test_what_is_left_has_its_own_names_and_the_rest_is_let_go() -> None:
+def test_the_kept_stage_has_its_own_names_and_the_rest_is_freed() -> None:
     net = Layered()
     everything = dict(net.state_dict())
-    division = divide(net, ["trunk.layers.2"])
-    keep_stages(net, division, Skeleton(net, division, CPU), [1])
+    partition = partition_model(net, ["trunk.layers.2"])
+    prune_to_stages(net, partition, MetaModel(net, partition, CPU), [1])
     left = net.state_dict()
     assert left.keys() < everything.keys()
-    assert {name for name in everything if division.stage_of(name) == 1} == left.keys()
+    assert {name for name in everything if partition.stage_of(name) == 1} == left.keys()
     assert all(left[name] is not None and torch.equal(left[name], everything[name]) for name in left)
     assert {name for name, _ in net.named_parameters()} == left.keys() - {
         "trunk.layers.2.scale",
@@ -184,7 +190,7 @@ def test_what_is_left_has_its_own_names_and_the_rest_is_let_go() -> None:
 
 def test_tied_parameters_in_two_stages_are_refused_by_name() -> None:
     with pytest.raises(CannotCutError, match=r"tokens\.weight \(stage 0\), head\.weight \(stage 1\)"):
-        divide(model(tied=True), ["blocks.1"])
+        partition_model(model(tied=True), ["blocks.1"])
 
 
 def test_a_parameter_used_in_two_stages_is_refused() -> None:
@@ -194,9 +200,9 @@ def test_a_parameter_used_in_two_stages_is_refused() -> None:
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net.__class__ = Reuses
-    division, survey = survey_of(net, ["1"], torch.ones(2, 4))
+    partition, survey = survey_of(net, ["1"], torch.ones(2, 4))
     with pytest.raises(CannotCutError, match=r"0\.weight .*stage 1.*example_inputs"):
-        require_use_where_given(division, survey.uses)
+        require_use_in_own_stage(partition, survey.uses)
 
 
 def test_a_value_that_goes_around_a_cut_is_refused() -> None:
@@ -262,7 +268,7 @@ class HeadFirst(nn.Module):
 
 def test_an_example_gives_parameters_by_use() -> None:
     net = HeadFirst()
-    division, survey = survey_of(net, ["blocks.1"], torch.ones(2, 4))
+    partition, survey = survey_of(net, ["blocks.1"], torch.ones(2, 4))
     with pytest.raises(CannotCutError, match=r"head\.weight was given to stage 0.*takes it in stage 1.*example_inputs"):
-        require_use_where_given(division, survey.uses)
-    assert divided_by_use(net, ["blocks.1"], (torch.ones(2, 4),), {}).stage_of("head.weight") == 1
+        require_use_in_own_stage(partition, survey.uses)
+    assert partition_by_use(net, ["blocks.1"], (torch.ones(2, 4),), {}).stage_of("head.weight") == 1

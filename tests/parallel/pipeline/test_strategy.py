@@ -41,7 +41,7 @@ GLOBAL_BATCH = 8
 
 
 def pipeline(schedule: str = "1f1b", microbatches: int | None = 4, **sizes: Any) -> ParallelismConfig:
-    """Return a mesh with two stages along the pipeline, unless told otherwise."""
+    """Return a mesh with two stages along the pipeline, by default."""
     handler = PipelineConfig(schedule=schedule, microbatches=microbatches)
     return ParallelismConfig(**{"pp_size": 2, "pp_handler": handler, **sizes})
 
@@ -411,7 +411,7 @@ def clip_and_compare(accelerator: Accelerator, net: nn.Module, alone: nn.Module)
 def compared_with_one_process(
     make: Callable[[], nn.Module], schedule: str, accumulation: int = 1, batches: int = 3
 ) -> nn.Module:
-    """Train beside one process, and compare losses, gradients, their norm, and parameters; return the model."""
+    """Train next to a plain copy, and compare losses, gradients, their norm, and parameters; return the model."""
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulation, parallelism_config=pipeline(schedule, microbatches=4)
     )

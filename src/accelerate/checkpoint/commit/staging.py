@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.modules.dtensors import local, part_of
+from ...parallel.modules.dtensors import dtensor_like, local
 from ...runtime.collectives.nested import leaves
 from ..formats.codec import THREADS
 from ..formats.saving import memory_of
@@ -43,7 +43,7 @@ class Staging:
                 buffer = torch.empty(source.shape, dtype=source.dtype)
             new.append(buffer)
             sources.append(source)
-            copies[place] = part_of(tensor, buffer)
+            copies[place] = dtensor_like(tensor, buffer)
             return copies[place]
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}

@@ -189,7 +189,7 @@ def supplement_folder() -> Path:
 
 def _place_of(loader: Any) -> str:
     """Say where a loader is, the same on every rank."""
-    return f"{loader.iteration}.{loader.cursor.batches}" if loader.is_amid_epoch else f"{loader.iteration}"
+    return f"{loader.iteration}.{loader.cursor.batches}" if loader.is_mid_epoch else f"{loader.iteration}"
 
 
 def _lost() -> LostProcessError:

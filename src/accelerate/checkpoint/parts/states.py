@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...data.order.position import Position, PositionError
 from ...parallel.base import EngineState, params_of
-from ...parallel.modules.dtensors import gathered, is_spread, spread_like
+from ...parallel.modules.dtensors import any_dtensor, distribute_like, gathered
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..formats import codec
@@ -80,7 +80,7 @@ class ModelPart(Part):
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
         """Tell whether the tensors are spread over processes, and one of them is to write whole ones."""
-        return not self.is_folder and is_spread(self.model.parameters())
+        return not self.is_folder and any_dtensor(self.model.parameters())
 
     def capture(self) -> dict[str, Any]:
         """Return the whole state."""
@@ -115,7 +115,7 @@ class ModelPart(Part):
         own = self.model.state_dict(keep_vars=True)
         fitting = {name: value for name, value in with_ties(state, own).items() if self.is_whole or name in own}
         spread = {
-            name: spread_like(value, own[name]) if isinstance(own.get(name), Tensor) else value
+            name: distribute_like(value, own[name]) if isinstance(own.get(name), Tensor) else value
             for name, value in fitting.items()
             if not (isinstance(value, Tensor) and value.is_meta and not self.load_options["strict"])
         }
@@ -178,7 +178,7 @@ class OptimizerPart(StatefulPart):
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
         """Tell whether moments are spread over processes, and one of them is to write whole ones."""
-        return not self.is_folder and is_spread(self._parameters())
+        return not self.is_folder and any_dtensor(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
         return params_of(self.owner)
@@ -210,7 +210,7 @@ class OptimizerPart(StatefulPart):
         if self.is_collective:
             moments = {
                 index: {
-                    name: spread_like(value, params[index])
+                    name: distribute_like(value, params[index])
                     if isinstance(value, Tensor) and value.shape == params[index].shape
                     else value
                     for name, value in of_one.items()

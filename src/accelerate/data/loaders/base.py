@@ -1,4 +1,4 @@
-"""Prepared data loaders: the same `DataLoader`, its share of the data, on the right device, knowing where they are."""
+"""The base class of prepared data loaders: sharding, device placement and resumable positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...runtime.loop.gradient_state import GradientState
 from ...runtime.loop.progress import progress
 from ..metrics import PartialRound
 from ..order.indices import IndexSource
-from ..order.orders import OrderKeeper, innermost_sampler
+from ..order.orders import OrderState, innermost_sampler
 from ..order.position import Position, PositionError
 from ..plan import DataPlan
 from .streams import IterableDatasetShard
@@ -26,19 +26,19 @@ from .streams import IterableDatasetShard
 
 @dataclass(slots=True)
 class Cursor:
-    """What changes with every batch, apart from the loader: `DataLoader.__setattr__` guards its options and is slow."""
+    """State that changes with every batch. Kept outside the loader because `DataLoader.__setattr__` is slow."""
 
     batches: int = 0
-    """Base batches handed out in this epoch."""
+    """Base batches yielded in this epoch."""
 
 
 class PreparedLoader(DataLoader[Any]):
-    """What all prepared loaders share: the position, and telling the training loop where it is."""
+    """Common behaviour of prepared loaders: the position, and its report to `GradientState`."""
 
     device: torch.device | None
     split_batches = False
     is_stateful = False
-    """This is torchdata's `StatefulDataLoader` as well."""
+    """Whether this is also torchdata's `StatefulDataLoader`."""
     _is_accelerate_prepared = True
 
     def __init__(
@@ -64,37 +64,37 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self.partial_round: PartialRound | None = None
-        """The current round, where it is not full."""
-        self.keeper = OrderKeeper(self.get_sampler())
+        """The current round, if it is not full."""
+        self.order_state = OrderState(self.get_sampler())
         self.index_source = self._new_index_source(super()._index_sampler)
         self._drop_last = drops_last
         self._non_blocking = non_blocking
         self.cursor = Cursor()
         self._is_in_epoch = False
-        """An epoch was begun and has not come to its end."""
+        """An epoch has begun and not ended."""
         self._resume: Position | None = None
         self._start = 0
         self._current: object = None
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------------------
 
     @property
     def _index_sampler(self) -> Any:
-        """Give the plain loader our source of indices, which can begin anywhere."""
+        """Give the plain loader our index source, which can start at any batch."""
         source = self.__dict__.get("index_source")
         return super()._index_sampler if source is None else source
 
     def _new_index_source(self, samples: Any) -> IndexSource:
-        return IndexSource(samples, self.keeper)
+        return IndexSource(samples, self.order_state)
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Tell whether this is torchdata's `StatefulDataLoader` as well."""
+        """Return whether this is also torchdata's `StatefulDataLoader`."""
         return self.is_stateful
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """Return the loader that reads: this one."""
+        """Return the loader that reads the data: this one."""
         return self
 
     @property
@@ -104,27 +104,27 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def data_makes_batches(self) -> bool:
-        """Tell whether an iterable data set yields batches of its own making, which count as one sample each."""
+        """Return whether an iterable data set yields complete batches. Each counts as one sample."""
         return self.batch_sampler is None and isinstance(self.dataset, IterableDataset)
 
     @property
     def total_batch_size(self) -> int:
-        """Return the samples that all processes consume in one step."""
+        """Return the global batch size: the samples that all processes consume in one step."""
         raise NotImplementedError
 
     @property
     def batches_per_round(self) -> int:
-        """Return how many base batches one step consumes."""
+        """Return the number of base batches per step."""
         return 1 if self.split_batches else self.num_processes
 
     @property
     def batches_per_read(self) -> int:
-        """Return how many base batches are consumed when this process reads one."""
+        """Return the number of base batches that all processes consume when this process reads one."""
         return self.batches_per_round
 
     @property
     def samples_per_read(self) -> int:
-        """Return the samples of a full batch that this process reads."""
+        """Return the number of samples in a full batch that this process reads."""
         return self.total_batch_size // self.num_processes
 
     def __len__(self) -> int:
@@ -132,12 +132,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def base_batch_size(self) -> int | None:
-        """Return the samples of a batch of the plain loader."""
+        """Return the batch size of the plain loader."""
         raise NotImplementedError
 
     @property
     def total_dataset_length(self) -> int:
-        """Return the samples that one epoch hands out, over all processes."""
+        """Return the number of samples in one epoch, over all processes."""
         source: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         sampler = self.get_sampler()
         sized = hasattr(sampler, "__len__") and not isinstance(source, IterableDataset)
@@ -147,19 +147,19 @@ class PreparedLoader(DataLoader[Any]):
         return length
 
     def get_sampler(self) -> Any:
-        """Return the sampler that decides the order."""
+        """Return the sampler that determines the order."""
         return innermost_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Let another sampler decide the order, from the next epoch on."""
+        """Replace the sampler that determines the order, from the next epoch on."""
         holder: Any = self.batches
         while hasattr(holder, "batch_sampler"):
             holder = holder.batch_sampler
         holder.sampler = sampler
-        self.keeper.sampler = sampler
+        self.order_state.sampler = sampler
 
     def plan(self) -> DataPlan:
-        """Return how the data is shared out: print it."""
+        """Return how the data is sharded, in printable form."""
         try:
             samples: int | None = self.total_dataset_length
         except TypeError:
@@ -181,25 +181,25 @@ class PreparedLoader(DataLoader[Any]):
     def _mode(self) -> str:
         raise NotImplementedError
 
-    # --- where it is ----------------------------------------------------------------------------------------------
+    # --- position -------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, for whatever under this loader wants to know it."""
+        """Set the epoch of the next iteration, here and in the sampler and data set that take one."""
         self._is_in_epoch = False
-        self._tell_epoch(epoch)
+        self._propagate_epoch(epoch)
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _propagate_epoch(self, epoch: int) -> None:
         self.iteration = epoch
-        told: set[int] = set()
+        notified: set[int] = set()
         parts: list[Any] = [self.batch_sampler, self.sampler, self.get_sampler(), self.dataset]
         parts.append(getattr(self.batch_sampler, "batch_sampler", None))
         for part in parts:
-            if hasattr(part, "set_epoch") and id(part) not in told:
-                told.add(id(part))
+            if hasattr(part, "set_epoch") and id(part) not in notified:
+                notified.add(id(part))
                 part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: plain data, global, the same on every rank."""
+        """Return the global position as plain data; it is the same on every rank."""
         if self._resume is not None:
             return self._resume.to_dict()
         if not getattr(self, "in_order", True):
@@ -209,15 +209,15 @@ class PreparedLoader(DataLoader[Any]):
             )
         if not self._is_in_epoch:
             position = Position(
-                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.keeper.key_of_next_epoch()
+                epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.order_state.key_of_next_epoch()
             )
         elif self.end_of_dataloader:
-            position = Position(epoch=self.iteration + 1, begun=False, order=self.keeper.key_of_next_epoch())
+            position = Position(epoch=self.iteration + 1, begun=False, order=self.order_state.key_of_next_epoch())
         else:
             position = Position(
                 epoch=self.iteration,
                 batches=self.cursor.batches,
-                order=self.keeper.key(),
+                order=self.order_state.key(),
                 dataset=self._dataset_state(),
             )
         return {
@@ -227,48 +227,48 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position, saved on this or another number of processes."""
+        """Resume the next iteration from a position, which may come from another number of processes."""
         position = Position.from_dict(state_dict)
-        position.batches_of(self.base_batch_size)  # refuse now what cannot be kept
-        self._refuse_another_world(position)
+        position.batches_of(self.base_batch_size)  # fail early if it does not fit
+        self._require_same_world_size(position)
         self._resume = position
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
     @property
-    def is_amid_epoch(self) -> bool:
-        """Tell whether an epoch was begun and has more batches."""
+    def is_mid_epoch(self) -> bool:
+        """Return whether an epoch has begun and has more batches."""
         return self._is_in_epoch and not self.end_of_dataloader
 
     def rewind(self) -> None:
-        """Begin the epoch of a loaded position with its first batch, in the order that the epoch had."""
+        """Restart the epoch of a loaded position at its first batch, in the same order."""
         if self._resume is not None:
             self._resume = replace(self._resume, batches=0, dataset=None)
 
-    def _refuse_another_world(self, position: Position) -> None:
-        """Raise `PositionError` for a position that does not hold on this number of processes."""
+    def _require_same_world_size(self, position: Position) -> None:
+        """Raise `PositionError` if a position is not valid on this number of processes."""
 
     def _dataset_state(self) -> Any:
-        """Return the state that an iterable data set keeps itself, as of the batches handed out."""
+        """Return the own state of an iterable data set, as of the batches yielded."""
         return (
             self.dataset.states[-1] if isinstance(self.dataset, IterableDatasetShard) and self.dataset.states else None
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out an iteration that is under way: its iterator belongs to this process."""
+        """Leave out the running iterator, which belongs to this process."""
         return {**self.__dict__, "_iterator": None}
 
     def reset(self) -> None:
-        """Forget how far the last iteration came."""
+        """Reset what the last iteration recorded about its end."""
         self.end_of_dataloader = False
         self.partial_round = None
         self.remainder = -1
 
     def begin(self) -> None:
-        """Announce to the training loop that this loader is being iterated."""
+        """Register this loader as active with `GradientState`."""
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Announce that the iteration is over."""
+        """Unregister this loader from `GradientState`."""
         self.gradient_state._remove_dataloader(self)
 
     # --- iterating ------------------------------------------------------------------------------------------------
@@ -276,10 +276,10 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         resume, self._resume = self._resume, None
         if resume is not None:
-            self._tell_epoch(resume.epoch)
+            self._propagate_epoch(resume.epoch)
             self._start = resume.batches_of(self.base_batch_size)
-        else:  # an epoch that was left early is over
-            self._tell_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
+        else:  # an epoch that was left early counts as finished
+            self._propagate_epoch(self.iteration + 1 if self._is_in_epoch else self.iteration)
             self._start = self.skip_batches
         self._is_in_epoch = True
         self.cursor.batches = self._start
@@ -293,67 +293,67 @@ class PreparedLoader(DataLoader[Any]):
             self._is_in_epoch = False
             self.iteration += 1
         finally:
-            if self._current is mine:  # an older iterator that dies late must not end this one
+            if self._current is mine:  # an older iterator that is closed late must not end this one
                 self.end()
 
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Let the clock of this process, if it runs, know when the loop waits for a batch."""
+        """Count the time spent waiting for batches, if the phase clock runs."""
         clock = phases.clock
         return rounds if clock is None else clock.measure_batches(rounds, self._phase)
 
     @property
     def _phase(self) -> int:
-        """What the time is counted as in which the loop waits for a batch."""
+        """The phase that waiting for a batch is counted as."""
         return phases.DATA
 
     def _before_epoch(self) -> None:
-        """Do what the processes must do together before an epoch."""
+        """Run the collectives that precede an epoch."""
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         raise NotImplementedError
 
     def _real_samples_in_last_round(self) -> int:
-        """Return the published `remainder`: 0 for a full last round, -1 where it is not known."""
+        """Return the published `remainder`: 0 for a full last round, -1 if unknown."""
         raise NotImplementedError
 
     def _mark_last(self, partial: PartialRound | None) -> None:
-        """Announce the last round."""
+        """Record that this is the last round."""
         self.end_of_dataloader = True
         self.partial_round = partial
         if partial is not None:
             self.remainder = sum(partial.counts) % self.total_batch_size
 
     def _partial_round(self, num_real: int) -> PartialRound | None:
-        """Deal the real samples of a round to the ranks in order; None where all are full.
+        """Assign the real samples of a round to the ranks in order; None if the round is full.
 
-        Batches that the data set makes may have any length, so no round of them is known to be full.
+        Batches that the data set makes itself may have any length, so no round of them is known to be full.
         """
         share = self.total_batch_size // self.num_processes
         if num_real == share * self.num_processes and not (self.data_makes_batches and self.num_processes > 1):
             return None
         counts = [min(max(num_real - other * share, 0), share) for other in range(self.num_processes)]
         filled = self._fills_last()
-        rows = share if filled else counts[self._own_place()]
+        rows = share if filled else counts[self._data_rank()]
         alike = filled and not self.data_makes_batches
         return PartialRound(counts=counts, full=share, rows=rows, uneven=not alike, group=self.group)
 
-    def _own_place(self) -> int:
-        """Return this process's number among those that see different samples."""
+    def _data_rank(self) -> int:
+        """Return this process's rank among those that see different samples."""
         return 0
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
-        """Start the plain loader at `_start`; a resumed epoch leaves torch's generator as the checkpoint left it."""
+        """Start the plain loader at `_start`. A resumed epoch leaves torch's generator as it is."""
         if isinstance(self.dataset, IterableDatasetShard):
             return self._open_stream(self.dataset, resume)
-        if isinstance(self.dataset, IterableDataset):  # handed to the class directly, without `prepare`
-            return self._read_on(super().__iter__())
-        self.index_source.start = self._index_place(self._start)
+        if isinstance(self.dataset, IterableDataset):  # given to the class directly, without `prepare`
+            return self._fast_forward(super().__iter__())
+        self.index_source.start = self._index_start(self._start)
         if resume is None:
             return super().__iter__()
         self.index_source.key = resume.order
         if not resume.begun and "generator" in resume.order:
-            # Saved between two epochs: the loader's own draw from this generator is still to come.
-            self.keeper.begin_epoch(self.index_source.key)
+            # Saved between two epochs: the loader has not drawn from this generator yet.
+            self.order_state.begin_epoch(self.index_source.key)
             self.index_source.key = None
         with generator_restored() if resume.begun else nullcontext():
             batches: Iterator[Any] = super().__iter__()
@@ -362,36 +362,41 @@ class PreparedLoader(DataLoader[Any]):
             return batches
 
     def _open_stream(self, stream: IterableDatasetShard, resume: Position | None) -> Iterator[Any]:
-        """Start an iterable data set where it was: by its own state, else by reading on."""
+        """Start an iterable data set at its position: from its own state, or by reading and dropping samples."""
         stream.begin(keep_states=self.num_workers == 0 and stream.has_state)
         if resume is None and self._start == 0:
             return super().__iter__()
         with generator_restored() if resume is not None and resume.begun else nullcontext():
-            if resume is not None and resume.dataset is not None and stream.keeps_states:
-                stream.dataset.load_state_dict(resume.dataset)
-                return super().__iter__()
-            if resume is not None and self._start > 0:
-                self._tell_reading_on(stream)
-            in_one_place = self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers)
-            if in_one_place:
-                stream.samples_to_skip = self._stream_start() * stream.batch_size
-                stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
-                return super().__iter__()
-            if resume is not None and resume.num_processes != self.num_processes:
-                raise PositionError(
-                    f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
-                    f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
-                    f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
-                )
-            return self._read_on(super().__iter__())
+            seeks = self._seek_stream(stream, resume)
+            batches: Iterator[Any] = super().__iter__()
+            return batches if seeks else self._fast_forward(batches)
 
-    def _read_on(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Read the batches before the position, and drop them."""
+    def _seek_stream(self, stream: IterableDatasetShard, resume: Position | None) -> bool:
+        """Move a stream to the position. Return False if the loader has to read and drop batches instead."""
+        if resume is not None and resume.dataset is not None and stream.keeps_states:
+            stream.dataset.load_state_dict(resume.dataset)
+            return True
+        if resume is not None and self._start > 0:
+            self._warn_of_fast_forward(stream)
+        if self.num_workers == 0 or (self.num_workers == 1 and not self.persistent_workers):
+            stream.samples_to_skip = self._stream_start() * stream.batch_size
+            stream.rng_while_skipping = resume.order.get("rng") if resume is not None else None
+            return True
+        if resume is not None and resume.num_processes != self.num_processes:
+            raise PositionError(
+                f"An iterable data set with {self.num_workers} workers reads batches by worker, so its position "
+                f"is valid for {resume.num_processes} processes only and this run has {self.num_processes}. "
+                f"Resume on {resume.num_processes}, or use at most one worker, not a persistent one."
+            )
+        return False
+
+    def _fast_forward(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Read and drop the batches before the position."""
         for _ in progress(range(self._start // self.batches_per_read), "Reading on to the position", "batches"):
             next(batches, None)
         return batches
 
-    def _tell_reading_on(self, stream: IterableDatasetShard) -> None:
+    def _warn_of_fast_forward(self, stream: IterableDatasetShard) -> None:
         remedy = (
             "use num_workers=0 or torchdata's loader (use_stateful_dataloader=True), where its state can be kept"
             if stream.has_state
@@ -403,15 +408,15 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _stream_start(self) -> int:
-        """Return the batches of an iterable data set that were consumed."""
+        """Return the number of consumed batches of an iterable data set."""
         return self._start
 
-    def _index_place(self, batches: int) -> int:
-        """Return where the indices begin after so many base batches."""
+    def _index_start(self, batches: int) -> int:
+        """Return the start of the index source after this many base batches."""
         return batches
 
-    def _note_state(self) -> None:
-        """Take note of the state before a batch is read ahead, which is not consumed yet."""
+    def _snapshot_state(self) -> None:
+        """Save the state before a batch is prefetched, because it is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:
         device = self.device
@@ -422,7 +427,7 @@ class PreparedLoader(DataLoader[Any]):
 
 @contextmanager
 def generator_restored() -> Iterator[None]:
-    """Put torch's generator back afterwards: opening a loader draws numbers that a running one drew long ago."""
+    """Restore torch's generator on exit, because opening a loader draws from it."""
     state = torch.get_rng_state()
     try:
         yield
@@ -431,7 +436,7 @@ def generator_restored() -> Iterator[None]:
 
 
 def marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Pair every item with whether it is the last, reading one item ahead."""
+    """Yield every item with whether it is the last, reading one item ahead."""
     try:
         held = next(items)
     except StopIteration:
@@ -443,7 +448,7 @@ def marking_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def length_of(data: Any) -> int | None:
-    """Return the length of data, or None where it has none or refuses to tell."""
+    """Return the length of data, or None if it has none or raises."""
     try:
         return len(data)
     except Exception:

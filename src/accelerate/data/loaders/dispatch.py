@@ -1,4 +1,4 @@
-"""A loader that one process reads for all: each rank is sent its own part of every round, and nothing else."""
+"""A loader whose main process reads all data and scatters each rank's part of every round."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.split_batches = split_batches
         self.slice_fn = slice_fn or slice_batch
         self.bytes_scattered = 0
-        """Bytes of batches that the main process has sent to the others."""
+        """Bytes of batches that the main process has sent to other ranks."""
         self._runtime = runtime
         self._layout: Any = None
         self._state_before_round: Any = None
@@ -93,7 +93,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_per_read(self) -> int:
-        """Return 1: the process that reads reads all."""
+        """Return 1: one process reads all batches."""
         return 1
 
     @property
@@ -136,64 +136,70 @@ class DataLoaderDispatcher(PreparedLoader):
             yield part if place is None else place(part)
 
     def _own_rounds(self, resume: Position | None) -> Iterator[tuple[Any, bool, int]]:
-        """Read for this process alone: nothing travels, and a short last batch stays short."""
+        """Read for a single process: nothing is sent, and a short last batch stays short."""
         for (batch,), is_last in marking_last(self._read_rounds(resume)):
             yield batch, is_last, self._samples_of_last(batch) if is_last else -1
 
     def _samples_of_last(self, batch: Any) -> int:
-        """Return the number of samples of a short last batch, -1 for a full one."""
+        """Return the number of samples in a short last batch, or -1 for a full one."""
         if self.remainder >= 0:  # the length of the data is known
             return self.remainder or -1
         size, full = find_batch_size(batch), self.base_batch_size
         return size if size is not None and full is not None and size < full else -1
 
-    # --- the process that reads -----------------------------------------------------------------------------------
+    # --- main process ---------------------------------------------------------------------------------------------
 
     def _sent_rounds(self, resume: Position | None) -> Iterator[tuple[Any, bool, int]]:
         first_round: list[Any] = []
-        others_wait = True  # for the next round, or for the word that there is none
+        others_wait = True  # for the header of the next round or of the end
         try:
             for batches, is_last in marking_last(self._read_rounds(resume)):
                 first_round = first_round or batches
                 parts, num_real = self._parts_of(batches, first_round, is_last)
                 part = self._send(parts, is_last, num_real)
-                others_wait = False  # a loop that is left now is left on every rank, and nothing is owed
+                others_wait = False  # a loop that breaks now breaks on every rank: no header is expected
                 yield part, is_last, num_real
                 others_wait = not is_last
         except Exception:
             if others_wait:
-                self._header(_FAILED)
+                self._broadcast_header(_FAILED)
             raise
         if others_wait:
-            self._header(_STOP)
+            self._broadcast_header(_STOP)
 
     def _read_rounds(self, resume: Position | None) -> Iterator[list[Any]]:
         batches = self._open(resume)
         while True:
-            self._note_state()
+            self._snapshot_state()
             taken = list(islice(batches, self.batches_per_round))
             if not taken or (self._drop_last and len(taken) < self.batches_per_round):
                 return
             yield taken
 
-    def _note_state(self) -> None:
-        super()._note_state()
+    def _snapshot_state(self) -> None:
+        super()._snapshot_state()
         if isinstance(self.dataset, IterableDatasetShard) and self.dataset.keeps_states:
             self._state_before_round = copy.deepcopy(self.dataset.dataset.state_dict())
 
     def _dataset_state(self) -> Any:
-        return self._state_before_round  # of the round that was read ahead: it is not handed out yet
+        return self._state_before_round  # the state before the prefetched round, which was not yielded yet
 
     def _parts_of(self, batches: list[Any], first_round: list[Any], is_last: bool) -> tuple[list[Any], int]:
-        """Cut a round into one part per rank; return them and the number of real samples, -1 for a full round."""
-        sizes = [find_batch_size(batch) for batch in batches]
-        full = self.base_batch_size
-        if len(batches) == self.batches_per_round and (full is None or all(size == full for size in sizes)):
+        """Split a round into one part per rank; also return the number of real samples, -1 for a full round."""
+        custom_sizes = not is_last and not isinstance(self.dataset, IterableDataset)  # those of a custom sampler
+        if custom_sizes or self._is_full(batches):
             return (self._cut(batches[0]) if self.split_batches else batches), -1
-        if not is_last and not isinstance(self.dataset, IterableDataset):  # a custom sampler's batches have any size
-            return (self._cut(batches[0]) if self.split_batches else batches), -1
-        if full is None or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches)):
+        if self.base_batch_size is None or not _is_sliceable(batches):
             return self._filled_by_batches(batches, first_round)
+        return self._filled_by_samples(batches, first_round)
+
+    def _is_full(self, batches: list[Any]) -> bool:
+        full = self.base_batch_size
+        sized = full is None or all(find_batch_size(batch) == full for batch in batches)
+        return sized and len(batches) == self.batches_per_round
+
+    def _filled_by_samples(self, batches: list[Any], first_round: list[Any]) -> tuple[list[Any], int]:
+        """Pad a round of tensors with samples of the first round."""
         merged = concatenate(batches)
         num_real = find_batch_size(merged) or 0
         head = concatenate(first_round)
@@ -203,7 +209,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._cut(merged), num_real
 
     def _filled_by_batches(self, batches: list[Any], first_round: list[Any]) -> tuple[list[Any], int]:
-        """Fill a round whose batches cannot be concatenated: ranks without one get a batch of the first round."""
+        """Pad a round whose batches cannot be concatenated: ranks without a batch get one of the first round."""
         if self.split_batches:
             return self._cut(batches[0]), -1
         num_real = len(batches) if self.data_makes_batches else sum(_length(batch) for batch in batches)
@@ -229,23 +235,23 @@ class DataLoaderDispatcher(PreparedLoader):
             isinstance(leaf, Tensor) for leaf in leaves(parts[0])
         )
         if not alike:
-            self._header(_OBJECTS, is_last, num_real)
+            self._broadcast_header(_OBJECTS, is_last, num_real)
             received: list[Any] = [None]
             dist.scatter_object_list(received, parts, src=0)
             return parts[0]
         changed = layouts[0] != self._layout
-        self._header(_TENSORS, is_last, num_real, changed)
+        self._broadcast_header(_TENSORS, is_last, num_real, changed)
         if changed:
             self._layout = layouts[0]
             dist.broadcast_object_list([self._layout], src=0)
         flat = [leaves(part) for part in parts]
         for tensors in zip(*flat, strict=True):
-            on_wire = [tensor.to(self._wire).contiguous() for tensor in tensors]
-            dist.scatter(torch.empty_like(on_wire[0]), on_wire, src=0)
-            self.bytes_scattered += sum(tensor.nbytes for tensor in on_wire[1:])
+            staged = [tensor.to(self._comm_device).contiguous() for tensor in tensors]
+            dist.scatter(torch.empty_like(staged[0]), staged, src=0)
+            self.bytes_scattered += sum(tensor.nbytes for tensor in staged[1:])
         return parts[0]
 
-    # --- the processes that receive -------------------------------------------------------------------------------
+    # --- other processes ------------------------------------------------------------------------------------------
 
     def _received_rounds(self) -> Iterator[tuple[Any, bool, int]]:
         is_last = False
@@ -256,7 +262,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield part, is_last, num_real
 
     def _received_round(self) -> tuple[Any, bool, int]:
-        kind, is_last, num_real, changed = self._header()
+        kind, is_last, num_real, changed = self._broadcast_header()
         if kind == _STOP:
             return _NOTHING, True, -1
         if kind == _FAILED:
@@ -278,55 +284,62 @@ class DataLoaderDispatcher(PreparedLoader):
         return part, bool(is_last), num_real
 
     def _receive(self, info: TensorInformation) -> Tensor:
-        tensor = torch.empty(info.shape, dtype=info.dtype, device=self._wire)
+        tensor = torch.empty(info.shape, dtype=info.dtype, device=self._comm_device)
         dist.scatter(tensor, None, src=0)
         return tensor
 
     @property
-    def _wire(self) -> torch.device:
-        """Return where tensors travel: the device that the process group reaches."""
+    def _comm_device(self) -> torch.device:
+        """The device that the process group communicates on."""
         return self._runtime.device
 
-    def _header(self, kind: int = 0, is_last: bool = False, num_real: int = -1, changed: bool = False) -> list[int]:
-        """Tell every process what comes: the main process's numbers, and the seed of the order it reads in."""
+    def _broadcast_header(
+        self, kind: int = 0, is_last: bool = False, num_real: int = -1, changed: bool = False
+    ) -> list[int]:
+        """Broadcast the main process's header for the next round, with the seed of its order; return the header."""
         seed = getattr(self._sampler, "seed", None)
         numbers = [kind, is_last, num_real, changed, -1 if seed is None else seed]
-        header = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._wire)
+        header = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._comm_device)
         dist.broadcast(header, src=0)
-        *told, seed = header.tolist()
+        *fields, seed = header.tolist()
         if isinstance(self._sampler, SynchronizedRandomSampler):
             self._sampler.seed = seed
-        return told
+        return fields
 
 
 def slice_batch(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Take the same rows of every tensor, and of every list of things that are no containers (texts, ids)."""
+    """Slice every tensor, and every list of one plain value per sample (strings, ids)."""
     if isinstance(data, Tensor):
         return data[tensor_slice] if data.dim() else data
-    if _is_list_of_things(data):
+    if _is_list_of_samples(data):
         return data[tensor_slice]
     mapped = map_children(lambda child: slice_batch(child, tensor_slice), data)
     return data if mapped is None else mapped
 
 
-def _is_list_of_things(data: Any) -> bool:
-    """Recognise one entry per sample: a list of texts or numbers, not of tensors or containers."""
+def _is_sliceable(batches: list[Any]) -> bool:
+    """Return whether batches consist only of tensors with a batch dimension."""
+    return all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(batches))
+
+
+def _is_list_of_samples(data: Any) -> bool:
+    """Return whether this is a list with one plain value per sample: no tensors, no containers."""
     if not isinstance(data, list) or not data:
         return False
     return not any(isinstance(item, Tensor) or map_children(lambda child: child, item) is not None for item in data)
 
 
 def _length(batch: Any) -> int:
-    """Return the samples of a batch that may hold no tensor."""
+    """Return the number of samples in a batch that may hold no tensor."""
     size = find_batch_size(batch)
     if size is not None:
         return size
     found: list[int] = []
 
     def walk(node: Any) -> Any:
-        if _is_list_of_things(node):
+        if _is_list_of_samples(node):
             found.append(len(node))
             return node
         map_children(walk, node)

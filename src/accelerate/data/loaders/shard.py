@@ -1,4 +1,4 @@
-"""The loader whose process reads its own share."""
+"""The loader whose process reads its own shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .streams import BatchOfLastRound, IterableDatasetShard
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader whose process reads its own share."""
+    """A loader whose process reads its own shard."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DataLoaderShard(PreparedLoader):
         _non_blocking: bool = False,
         torch_device_mesh: Any = None,
         iteration: int = 0,
-        _split_elsewhere: bool = False,
+        _presharded: bool = False,
         _num_processes: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -68,9 +68,9 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.joined = False
-        """Somebody takes care of ranks with fewer batches."""
-        self._split_elsewhere = _split_elsewhere
-        self._told_uneven = False
+        """`join_uneven_inputs` handles ranks with fewer batches."""
+        self._presharded = _presharded
+        self._has_checked_steps = False
         self._own_samples_left: int | None = None
 
     @property
@@ -78,7 +78,7 @@ class DataLoaderShard(PreparedLoader):
         """Return the samples that all processes consume in one step."""
         if self.shard is not None and self.shard.batch_size is not None:
             return self.shard.share * self.num_processes
-        if isinstance(self.dataset, IterableDatasetShard) and not self._split_elsewhere:
+        if isinstance(self.dataset, IterableDatasetShard) and not self._presharded:
             return self.dataset.round_size
         return (self.base_batch_size or 1) * self.num_processes
 
@@ -92,25 +92,25 @@ class DataLoaderShard(PreparedLoader):
         return getattr(self.batch_sampler, "batch_size", None)
 
     def _mode(self) -> str:
-        if self._split_elsewhere:
+        if self._presharded:
             return "the data came already split by rank; used as it is"
         return "each process reads its own share"
 
     def _fills_last(self) -> bool:
         return super()._fills_last() and (self.shard is None or self.shard.even_batches)
 
-    def _index_place(self, batches: int) -> int:
+    def _index_start(self, batches: int) -> int:
         return batches if self.shard is not None else batches // self.batches_per_round
 
     def _stream_start(self) -> int:
-        return self._start // self.batches_per_round if self._split_elsewhere else self._start
+        return self._start // self.batches_per_round if self._presharded else self._start
 
     def _dataset_state(self) -> Any:
-        return None if self._split_elsewhere else super()._dataset_state()  # each rank's own is nobody else's
+        return None if self._presharded else super()._dataset_state()  # it belongs to one rank only
 
-    def _refuse_another_world(self, position: Position) -> None:
-        """Refuse a position of data that every rank has for itself, on another number of ranks."""
-        if self._split_elsewhere and position.batches and position.num_processes != self.num_processes:
+    def _require_same_world_size(self, position: Position) -> None:
+        """Refuse a position in presharded data on another number of ranks."""
+        if self._presharded and position.batches and position.num_processes != self.num_processes:
             raise PositionError(
                 f"This data was already split by rank, so its position is valid for {position.num_processes} "
                 f"processes only and this run has {self.num_processes}: resume on {position.num_processes}."
@@ -119,12 +119,12 @@ class DataLoaderShard(PreparedLoader):
     def _before_epoch(self) -> None:
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        if not self._told_uneven:
-            self._told_uneven = True
-            self._tell_uneven()
+        if not self._has_checked_steps:
+            self._has_checked_steps = True
+            self._warn_of_uneven_steps()
 
-    def _tell_uneven(self) -> None:
-        """Warn of ranks that will take different numbers of steps, before one of them waits for ever."""
+    def _warn_of_uneven_steps(self) -> None:
+        """Warn if ranks will take different numbers of steps, which hangs collectives in the last one."""
         shard = self.shard
         if shard is None or shard.even_batches or shard.drop_last or self.joined:
             return
@@ -154,16 +154,16 @@ class DataLoaderShard(PreparedLoader):
 
     @property
     def _phase(self) -> int:
-        return phases.WAITING if self._split_elsewhere else phases.DATA  # these ranks ask each other at every step
+        return phases.WAITING if self._presharded else phases.DATA  # presharded ranks synchronise at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
         batches = self._open(resume)
         last = self._last_index()
-        if self.is_stateful and (self._split_elsewhere or last is None):
-            batches = self._noting_states(batches)
-        if self._split_elsewhere:
-            yield from self._agreed_rounds(batches, place)
+        if self.is_stateful and (self._presharded or last is None):
+            batches = self._snapshotting(batches)
+        if self._presharded:
+            yield from self._lockstep_rounds(batches, place)
             return
         step = self.batches_per_round
         cursor = self.cursor
@@ -184,9 +184,9 @@ class DataLoaderShard(PreparedLoader):
             bring_forward(self)
             yield batch if place is None else place(batch)
 
-    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _snapshotting(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            self._note_state()
+            self._snapshot_state()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -194,26 +194,26 @@ class DataLoaderShard(PreparedLoader):
             yield batch
 
     def _last_index(self) -> int | None:
-        """Return the index of the last batch, where the length can be trusted.
+        """Return the index of the last batch, or None if the length cannot be trusted.
 
-        Elsewhere a batch is read ahead to find out. That is avoided where possible because reading ahead draws random
-        numbers (augmentation) earlier than the plain loader would.
+        Without it, one batch is prefetched to detect the end. That draws random numbers (augmentation) earlier than the
+        plain loader would, and is avoided where possible.
         """
         if self.shard is not None:
             trusted = sized_sampler(self.shard.batch_sampler) is not None
             return self.shard.num_rounds_from(self._start) - 1 if trusted else None
         if sized_sampler(self.batches) is not None:
-            return len(self.index_source) - self._index_place(self._start) - 1
+            return len(self.index_source) - self._index_start(self._start) - 1
         return None
 
-    def _own_place(self) -> int:
+    def _data_rank(self) -> int:
         return 0 if self.shard is None else self.shard.process_index
 
     def _partial_last_round(self) -> PartialRound | None:
         shard = self.shard
         if shard is None:
             if self.num_processes > 1 or isinstance(self.dataset, IterableDataset):
-                return None  # counted elsewhere: by the ranks together, or by the stream itself
+                return None  # counted by a collective, or by the stream itself
             real = self.remainder if self._last_index() is not None else self.index_source.length_of_last_batch
             return self._partial_round(real) if 0 < real < self.total_batch_size else None
         counted = shard.real_samples_in_last_round(self._start)
@@ -224,25 +224,25 @@ class DataLoaderShard(PreparedLoader):
         return self._partial_round(counted)
 
     def _unmarked(self, batch: Any, is_last: bool) -> tuple[Any, PartialRound | None]:
-        """Take the mark off the last batch of a stream (of each worker, if there are several), or count a sampler's."""
+        """Unwrap the last batch of a stream (one per worker), or count the samples of a sampler's last round."""
         if isinstance(batch, BatchOfLastRound):
             return batch.batch, self._partial_round(batch.num_real)
         if self.data_makes_batches:
             return batch, self._partial_round(self.total_batch_size)
         return batch, self._partial_last_round() if is_last else None
 
-    def _agreed_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """Go on until every rank is at its end: a rank that is there repeats its last batch, which counts nothing.
+    def _lockstep_rounds(self, batches: Iterator[Any], place: Callable[[Any], Any] | None) -> Iterator[Any]:
+        """Iterate until every rank is exhausted. An exhausted rank repeats its last batch, with a count of 0.
 
-        The ranks have data of their own, of lengths that nobody else knows, so they tell each other at every step.
+        The ranks do not know the lengths of each other's data, so they exchange batch sizes at every step.
         """
         self._own_samples_left = _real_samples_of(self.get_sampler())
         if self._own_samples_left is not None:
-            consumed = self._index_place(self._start) * (self.base_batch_size or 1)
+            consumed = self._index_start(self._start) * (self.base_batch_size or 1)
             self._own_samples_left = max(0, self._own_samples_left - consumed)
         upcoming = next(batches, None)
         here = upcoming
-        more = self._tell_each_other(upcoming)
+        more = self._gather_batch_sizes(upcoming)
         while any(more):
             counts, here = more, (upcoming if upcoming is not None else here)
             if here is None:
@@ -251,7 +251,7 @@ class DataLoaderShard(PreparedLoader):
                     "the library divide the data."
                 )
             upcoming = next(batches, None)
-            more = self._tell_each_other(upcoming)
+            more = self._gather_batch_sizes(upcoming)
             full = max(counts)
             alike = all(count == full for count in counts)
             rows = find_batch_size(here) or 1
@@ -264,15 +264,15 @@ class DataLoaderShard(PreparedLoader):
             self.gradient_state._activate_dataloader(self)
             yield here if place is None else place(here)
 
-    def _tell_each_other(self, batch: Any) -> list[int]:
-        """Return the number of samples in every rank's next batch; 0 at its end."""
-        mine = 0 if batch is None else (find_batch_size(batch) or 1)
+    def _gather_batch_sizes(self, batch: Any) -> list[int]:
+        """Return the number of samples in every rank's next batch; 0 for an exhausted rank."""
+        own = 0 if batch is None else (find_batch_size(batch) or 1)
         if self._own_samples_left is not None:
-            mine = min(mine, self._own_samples_left)
-            self._own_samples_left -= mine
-        counts = [mine]
+            own = min(own, self._own_samples_left)
+            self._own_samples_left -= own
+        counts = [own]
         if self.num_processes > 1:
-            tensor = torch.tensor([mine], device=self.device or "cpu")
+            tensor = torch.tensor([own], device=self.device or "cpu")
             gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
             dist.all_gather(gathered, tensor, group=self.group)
             counts = [int(count) for count in gathered]
@@ -287,7 +287,7 @@ def _shard_in(options: dict[str, Any]) -> BatchSamplerShard | None:
 
 
 def _real_samples_of(sampler: Any) -> int | None:
-    """Return how many samples a `DistributedSampler` has for its rank before it repeats some; None for others."""
+    """Return the number of samples a `DistributedSampler` has before its padding; None for other samplers."""
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     return max(0, -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Prepared loaders that are torchdata's `StatefulDataLoader` as well: their state has torchdata's form.
+"""Prepared loaders that are also torchdata's `StatefulDataLoader`: their state has torchdata's form.
 
-torchdata asks the iterator over the indices for its state, and gives it back before the next iteration begins. Ours
-puts the position there that every prepared loader keeps, so that a shuffled epoch goes on in its order.
+torchdata saves the state of the index iterator, and restores it before the next iteration. Our iterator puts the
+position of the prepared loader there, so that a shuffled epoch resumes in its order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .base import PreparedLoader, generator_restored
 from .streams import IterableDatasetShard
 
 L = TypeVar("L", bound=PreparedLoader)
-_STATEFUL: dict[type, Any] = {}  # a class of prepared loaders -> the one made of it
+_STATEFUL: dict[type, Any] = {}  # a class of prepared loaders -> its stateful subclass
 
 
 class StatefulIndices:
-    """One iteration over the indices of a loader, which knows how far it is."""
+    """An iterator over the indices of a loader that tracks its position."""
 
     def __init__(self, loader: StatefulLoader, indices: Iterator[Any]) -> None:
         self._loader = loader
         self._indices = indices
         self._epoch = loader.iteration
         self._first: int | None = None
-        """The base batches before the first one that is drawn; None for those before the loader's own start."""
+        """The base batches before the first one drawn; None for the loader's own start."""
         self._drawn = 0
         self._samples = 0
 
@@ -44,7 +44,7 @@ class StatefulIndices:
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples of this process that were drawn in the epoch, and the position."""
+        """Return the number of samples that this process drew in the epoch, and the position."""
         loader = self._loader
         first = loader._start if self._first is None else self._first
         per_read = loader.batches_per_read
@@ -53,7 +53,7 @@ class StatefulIndices:
         return {"samples_yielded": before + self._samples, "position": position.to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin where the state says, if nothing was drawn yet."""
+        """Start at a saved position, if nothing was drawn yet."""
         position = self._loader.position_in(state_dict)
         if position is not None:
             self._first = position.batches_of(self._loader.base_batch_size)
@@ -61,10 +61,10 @@ class StatefulIndices:
 
 
 class StatefulIndexSource(IndexSource):
-    """A source of indices whose iterators torchdata can save."""
+    """An index source whose iterators torchdata can save."""
 
     def __init__(self, loader: StatefulLoader, samples: Any) -> None:
-        super().__init__(samples, loader.keeper)
+        super().__init__(samples, loader.order_state)
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,36 +72,36 @@ class StatefulIndexSource(IndexSource):
 
 
 class StatefulLoader(PreparedLoader):
-    """What a prepared loader does differently with torchdata's loader as its base."""
+    """Overrides of a prepared loader whose base is torchdata's loader."""
 
     is_stateful = True
     torchdata: Any
-    """torchdata's class, which comes after the prepared ones among the bases."""
+    """torchdata's class, which follows the prepared classes in the MRO."""
     _loaded: dict[str, Any] | None = None
-    """A state that the next iteration goes on from."""
-    _gone_on_from: dict[str, Any] | None = None
-    """The state that this iteration went on from."""
-    _before_reading_ahead: dict[str, Any] | None = None
+    """The state that the next iteration resumes from."""
+    _resumed_from: dict[str, Any] | None = None
+    """The state that this iteration resumed from."""
+    _state_before_prefetch: dict[str, Any] | None = None
 
     def _new_index_source(self, samples: Any) -> IndexSource:
         return StatefulIndexSource(self, samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchdata's state, as of the batches that were handed out; nothing before the first iteration."""
+        """Return torchdata's state as of the batches yielded; empty before the first iteration."""
         if self._loaded is not None:
             return self._loaded
-        in_epoch = self.is_amid_epoch
-        if self._iterator is None:  # nothing was read yet, or another process reads for this one
+        in_epoch = self.is_mid_epoch
+        if self._iterator is None:  # nothing was read yet, or the main process reads for this one
             begun = self._is_in_epoch or self.iteration > 0
             position = self.position_at(self.iteration - (not self._is_in_epoch), self.cursor.batches)
             own = {"_sampler_iter_state": {"position": position.to_dict()}, "_iterator_finished": not in_epoch}
             return own if begun else {}
         if in_epoch:
-            return self._before_reading_ahead or self._state_now()
+            return self._state_before_prefetch or self._state_now()
         return {**self._state_now(), "_iterator_finished": True}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on from torchdata's state, of this loader or of another `StatefulDataLoader`."""
+        """Resume the next iteration from torchdata's state, of this loader or of another `StatefulDataLoader`."""
         self._loaded = self._resume = None
         self.torchdata.load_state_dict(self, {})
         if not state_dict:
@@ -110,7 +110,7 @@ class StatefulLoader(PreparedLoader):
         if state_dict.get("_iterator_finished"):
             self._resume = Position(epoch=position.epoch + 1, begun=False)
         else:
-            self._refuse_another_world(position)
+            self._require_same_world_size(position)
             self._resume = position
             if _is_torchdatas(state_dict):
                 self.torchdata.load_state_dict(self, state_dict)
@@ -118,30 +118,30 @@ class StatefulLoader(PreparedLoader):
         self.iteration = self._resume.epoch
 
     def rewind(self) -> None:
-        """Stay at a loaded position: whoever asks for torchdata's loader asks for that."""
+        """Do nothing: torchdata's loader stays at a loaded position."""
 
     def position_at(self, epoch: int, batches: int) -> Position:
-        """Return the position in an epoch after so many base batches."""
+        """Return the position in an epoch after this many base batches."""
         return Position(
             epoch=epoch,
             batches=batches,
             batch_size=self.base_batch_size,
-            order={} if isinstance(self.dataset, IterableDataset) else self.keeper.key(),
+            order={} if isinstance(self.dataset, IterableDataset) else self.order_state.key(),
             num_processes=self.num_processes,
         )
 
     def position_in(self, indices_state: dict[str, Any] | None) -> Position | None:
-        """Return the position that our iterator over indices left in torchdata's state; None in one of others."""
+        """Return the position that our index iterator saved in torchdata's state; None in states of other loaders."""
         found = (indices_state or {}).get("position")
         return None if found is None else Position.from_dict(found)
 
     def seek(self, batches: int) -> None:
-        """Let the next indices begin after so many base batches."""
+        """Start the next indices after this many base batches."""
         if not isinstance(self.dataset, IterableDataset):
-            self.index_source.start = self._index_place(batches)
+            self.index_source.start = self._index_start(batches)
 
     def _position_of(self, state: dict[str, Any]) -> Position:
-        main = state.get("_snapshot", {}).get("_main_snapshot", state)  # apart where there are workers
+        main = state.get("_snapshot", {}).get("_main_snapshot", state)  # nested if there are workers
         position = self.position_in(main.get("_sampler_iter_state"))
         if position is None:
             position = Position(
@@ -153,8 +153,8 @@ class StatefulLoader(PreparedLoader):
         since = state.get("_steps_since_snapshot", 0) * self.batches_per_read
         return replace(position, batches=position.batches + since)
 
-    def _refuse_another_world(self, position: Position) -> None:
-        super()._refuse_another_world(position)
+    def _require_same_world_size(self, position: Position) -> None:
+        super()._require_same_world_size(position)
         if isinstance(self.dataset, IterableDataset) and position.num_processes != self.num_processes:
             raise PositionError(
                 f"torchdata counts the batches that one process read of an iterable data set, so this state holds for "
@@ -166,11 +166,11 @@ class StatefulLoader(PreparedLoader):
         state: dict[str, Any] = self.torchdata.state_dict(self)
         return state
 
-    def _note_state(self) -> None:
-        self._before_reading_ahead = self._state_now()
+    def _snapshot_state(self) -> None:
+        self._state_before_prefetch = self._state_now()
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
-        self._gone_on_from, self._loaded, self._before_reading_ahead = self._loaded, None, None
+        self._resumed_from, self._loaded, self._state_before_prefetch = self._loaded, None, None
         return super()._rounds(resume)
 
     def _open(self, resume: Position | None) -> Iterator[Any]:
@@ -180,20 +180,20 @@ class StatefulLoader(PreparedLoader):
             self.dataset.begin(keep_states=False)
         with generator_restored() if resume is not None and resume.begun else nullcontext():
             batches: Iterator[Any] = self.torchdata.__iter__(self)
-            return batches if _is_torchdatas(self._gone_on_from) else self._read_on(batches)
+            return batches if _is_torchdatas(self._resumed_from) else self._fast_forward(batches)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the class without torchdata, which is made anew."""
+        """Pickle as the class without torchdata; unpickling makes the stateful class again."""
         return _new_instance, (type(self).__mro__[2],), self.__getstate__()
 
 
 def _is_torchdatas(state: dict[str, Any] | None) -> bool:
-    """Tell whether torchdata made a state; a process that another reads for has only a position."""
+    """Return whether torchdata made a state; ranks that receive their data have only a position."""
     return state is not None and ("_num_yielded" in state or "_snapshot" in state)
 
 
 def stateful_class(loader_class: type[L]) -> type[L]:
-    """Return a class of prepared loaders with torchdata's `StatefulDataLoader` as its base, not the plain loader."""
+    """Return a subclass of a prepared loader class that is based on torchdata's `StatefulDataLoader`."""
     if issubclass(loader_class, StatefulLoader):
         return loader_class
     try:

@@ -1,4 +1,4 @@
-"""Iterable data: every process reads it and keeps its share; the last, incomplete round says so itself."""
+"""Iterable data: every process reads it and keeps its shard; samples of an incomplete last round are marked."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class BatchOfLastRound:
     num_real: int
 
     def pin_memory(self) -> BatchOfLastRound:
-        """Pin the batch inside, as the loader's pinning thread asks for."""
+        """Pin the wrapped batch; called by the loader's pinning thread."""
         return BatchOfLastRound(pin_memory(self.batch), self.num_real)  # type: ignore[no-untyped-call]
 
 
-class TellingCollate:
-    """Collate samples, and carry the mark of an incomplete round past the user's own collate function."""
+class MarkingCollate:
+    """Collate samples, and keep the mark of an incomplete round across the user's collate function."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -53,9 +53,9 @@ class TellingCollate:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, out of those of an iterable data set that every process reads.
+    """One process's shard of an iterable data set that every process reads.
 
-    The last, incomplete round is filled up with the first samples unless `drop_last`.
+    An incomplete last round is padded with the first samples unless `drop_last`.
     """
 
     def __init__(
@@ -81,27 +81,27 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.fills_last_round = True
         self.samples_to_skip = 0
         self.rng_while_skipping: torch.Tensor | None = None
-        """State of torch's generator when the epoch began, for data that is drawn from it."""
-        self.tells_last_round = False
+        """State of torch's generator at the start of the epoch, for data that draws from it."""
+        self.marks_last_round = False
         """Yield the samples of an incomplete round as `SampleOfLastRound`."""
         self.keeps_states = False
-        """Keep the data set's own state from before every round that was read."""
+        """Save the data set's own state before every round."""
         self.states: deque[Any] = deque(maxlen=1)
 
     @property
     def has_state(self) -> bool:
-        """Tell whether the data set keeps a state of its own."""
+        """Return whether the data set has `state_dict` and `load_state_dict`."""
         return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
     def begin(self, *, keep_states: bool) -> None:
-        """Forget what an earlier iteration left behind."""
+        """Reset the state of earlier iterations."""
         self.keeps_states = keep_states
         self.states.clear()
         self.samples_to_skip = 0
         self.rng_while_skipping = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to the data set."""
+        """Forward the epoch to the data set."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -115,12 +115,12 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def share(self) -> int:
-        """Return the samples of one process in a full round."""
+        """Return the number of samples per process in a full round."""
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     @property
     def round_size(self) -> int:
-        """Return the samples of all processes in a full round."""
+        """Return the number of samples over all processes in a full round."""
         return self.share * self.num_processes
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,7 +128,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         head: list[Any] = []
         samples = iter(self.dataset)
         if self.samples_to_skip:
-            head = self._read_on(samples)
+            head = self._fast_forward(samples)
         while True:
             if self.keeps_states:
                 self.states.append(copy.deepcopy(self.dataset.state_dict()))
@@ -144,11 +144,11 @@ class IterableDatasetShard(IterableDataset[Any]):
             num_real = len(gathered)
             last = filled(gathered, head, self.round_size) if self.fills_last_round else gathered
             for sample in last[mine]:
-                yield SampleOfLastRound(sample, num_real) if self.tells_last_round else sample
+                yield SampleOfLastRound(sample, num_real) if self.marks_last_round else sample
             return
 
-    def _read_on(self, samples: Iterator[Any]) -> list[Any]:
-        """Read the samples before the position; return the first round of them, which fills up the last one."""
+    def _fast_forward(self, samples: Iterator[Any]) -> list[Any]:
+        """Read and drop the samples before the position; return the first round, which pads the last one."""
         skip, self.samples_to_skip = self.samples_to_skip, 0
         rng, self.rng_while_skipping = self.rng_while_skipping, None
         head: list[Any] = []

@@ -1,1 +1,1 @@
-"""The global order of samples, the part of each rank, and positions in it. Start with `orders`."""
+"""The global order of samples, the shard of each rank, and positions in the order. Start with `orders`."""

@@ -1,4 +1,4 @@
-"""Indices that can begin anywhere: what seeking in map-style data rests on."""
+"""Index sources that can start at any batch, for seeking in map-style data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from .orders import OrderKeeper, sized_sampler
+from .orders import OrderState, sized_sampler
 from .sharding import BatchSamplerShard
 
 
@@ -39,29 +39,29 @@ class SkipBatchSampler(BatchSampler):
 
 
 class IndexSource:
-    """What the plain loader draws indices from: a batch sampler (or sampler) that can begin anywhere.
+    """The batch sampler (or sampler) of the plain loader, able to start at any batch.
 
-    It is one object for the life of the loader, because persistent workers keep it between epochs.
+    One object serves the loader for its lifetime, because persistent workers keep it between epochs.
     """
 
-    def __init__(self, samples: Any, keeper: OrderKeeper) -> None:
+    def __init__(self, samples: Any, order_state: OrderState) -> None:
         self.samples = samples
-        self.keeper = keeper
+        self.order_state = order_state
         self.start = 0
         self.key: dict[str, Any] | None = None
-        """What the next epoch's order is to be drawn from; None to draw a new one."""
+        """The key to draw the next epoch's order from; None to draw a new one."""
         self.length_of_last_batch = 0
-        """Samples of the batch that was drawn last, from a batch sampler that is only known by iterating."""
+        """Samples in the batch drawn last, for batch samplers whose length is unknown."""
         self._drawn: Iterator[Any] | None = None
 
     def draw_first(self) -> None:
-        """Draw the first indices now, so that whatever is random about the order is drawn now."""
+        """Draw the first indices now, so that the random numbers of the order are drawn now."""
         indices = self._indices()
         first = next(indices, None)
         self._drawn = iter(()) if first is None else chain([first], indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield indices; nothing is taken before the first is asked for: loaders with workers call `iter` twice."""
+        """Yield indices. Nothing is drawn before the first `next`, because loaders with workers call `iter` twice."""
         drawn, self._drawn = self._drawn, None
         yield from self._indices() if drawn is None else drawn
 
@@ -69,9 +69,9 @@ class IndexSource:
         return len(self.samples)
 
     def _indices(self) -> Iterator[Any]:
-        """Begin the epoch's order when the first indices are asked for, as the plain loader does."""
+        """Draw the epoch's order with the first indices, as the plain loader does."""
         start, key, self.start, self.key = self.start, self.key, 0, None
-        self.keeper.begin_epoch(key)
+        self.order_state.begin_epoch(key)
         if isinstance(self.samples, BatchSamplerShard):
             yield from self.samples.iterate_from(start)
         elif sized_sampler(self.samples) is not None:

@@ -1,7 +1,7 @@
-"""Which sample comes when: global orders that know nothing of the number of processes.
+"""Global orders of samples, independent of the number of processes.
 
-An order is drawn once per epoch. What draws the same one again (a seed, or a generator's state) is its *key*; a
-loader's position remembers it, so that a resumed epoch goes on in the order it began with.
+An order is drawn once per epoch. Its *key* (a seed, or the state of a generator) reproduces it. The position of a
+loader holds the key, so that a resumed epoch continues in the same order.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Positions = npt.NDArray[np.int64]
 
 
 class Order(Protocol):
-    """One epoch's samples by their position."""
+    """The order of one epoch: samples by position."""
 
     def __len__(self) -> int: ...
 
     def at(self, positions: Positions) -> Any:
-        """Return the samples at these positions, as an array."""
+        """Return the samples at these positions as an array."""
 
     def finish(self) -> None:
-        """Take note that the last sample was read."""
+        """Handle the end of the epoch."""
 
 
 class SequentialOrder:
@@ -49,18 +49,18 @@ class SequentialOrder:
         return positions
 
     def finish(self) -> None:
-        """Take note that the last sample was read."""
+        """Handle the end of the epoch."""
 
 
 class DrawnOrder:
-    """Samples in an order that was drawn and is kept."""
+    """An order drawn from a sampler and held in memory."""
 
     def __init__(self, sampler: Any) -> None:
         self._rest = iter(sampler)
         self._samples = np.frombuffer(array("q", islice(self._rest, len(sampler))), dtype=np.int64)
 
     def finish(self) -> None:
-        """Exhaust the sampler, as the plain loader does at the end of an epoch: torch's own draws once more there."""
+        """Exhaust the sampler as the plain loader does: torch's sampler draws once more at the end of an epoch."""
         next(self._rest, None)
 
     def __len__(self) -> int:
@@ -72,21 +72,21 @@ class DrawnOrder:
 
 
 class SynchronizedRandomSampler(RandomSampler):
-    """A `RandomSampler` whose order is the same on every process and can be drawn again.
+    """A `RandomSampler` whose order is the same on every process and reproducible.
 
-    Each epoch draws its seed as torch's own sampler does and takes that of rank 0, so one process and many see the
-    very order that the plain loader would have had on one process with the same seed.
+    Each epoch draws a seed as torch's own sampler does and uses that of rank 0. Any number of processes sees the order
+    that the plain loader has on one process with the same seed.
     """
 
     def __init__(self, sampler: RandomSampler) -> None:
         super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples)
         self.seed: int | None = None
         self.reads_for_all = False
-        """Only this process draws the order, so there is nobody to agree with."""
+        """Only this process draws the order, so the seed is not broadcast."""
         self._next_seed: int | None = None
 
-    def draw_again(self, seed: int) -> None:
-        """Let the next epoch have the order of this seed."""
+    def set_next_seed(self, seed: int) -> None:
+        """Set the seed of the next epoch."""
         self._next_seed = seed
 
     def __iter__(self) -> Iterator[int]:
@@ -118,7 +118,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch of the next order."""
         self.epoch = epoch
 
 
@@ -138,11 +138,11 @@ class HugeRandomSampler(Sampler[int]):
         return len(self.data_source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch of the next order."""
         self.epoch = epoch
 
     def order(self) -> Permutation:
-        """Return this epoch's order, to be read at any position."""
+        """Return this epoch's order, with random access."""
         return Permutation(len(self.data_source), self.initial_seed, self.epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -159,14 +159,14 @@ _SIZED_SAMPLERS = (
 
 
 def sized_sampler(batch_sampler: object) -> Any:
-    """Return the sampler under a plain `BatchSampler` if its length can be trusted and it can be read at once."""
+    """Return the sampler of a plain `BatchSampler` if its length is reliable and its order can be drawn at once."""
     if type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _SIZED_SAMPLERS:
         return batch_sampler.sampler
     return None
 
 
 def innermost_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that decides a loader's order, under whatever makes batches of it."""
+    """Return the innermost sampler of a loader, which determines its order."""
     found: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while (inner := getattr(found, "sampler", None)) is not None:
         found = inner
@@ -174,9 +174,9 @@ def innermost_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def read_order(sampler: Any) -> Order:
-    """Draw one epoch's order, so that a process reads its own samples by position.
+    """Draw one epoch's order, so that a process can index its own samples.
 
-    Without this, every process would iterate over every other process's samples: work that grows with their number.
+    Otherwise every process would iterate over the samples of all others.
     """
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
@@ -185,10 +185,10 @@ def read_order(sampler: Any) -> Order:
     return DrawnOrder(sampler)
 
 
-def agreeing_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, data_seed: int | None) -> Any:
-    """Replace a random sampler by one that agrees across processes; leave others as they are.
+def synchronized_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, data_seed: int | None) -> Any:
+    """Replace a `RandomSampler` by one with the same order on every process; return other samplers unchanged.
 
-    A sampler with a generator of its own keeps it: the loader gives every process rank 0's state of it.
+    A sampler with its own generator keeps it; the loader broadcasts rank 0's state of it.
     """
     if type(sampler) is not RandomSampler:
         return sampler
@@ -206,18 +206,18 @@ def agreeing_sampler(sampler: Any, *, seedable: bool, constant_memory: bool, dat
 
 
 def with_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler like this one over another sampler; the user's own object stays as it is."""
+    """Return a copy of a batch sampler with another sampler; the user's object is not changed."""
     changed = copy.copy(batch_sampler)
     changed.sampler = sampler
     return changed
 
 
-class OrderKeeper:
-    """Remember what an epoch's order was drawn from, and let it be drawn again.
+class OrderState:
+    """Save and restore the key of an epoch's order.
 
     A key is plain data under one name: the `seed` of this epoch, the `initial_seed` of all epochs, the state of the
-    sampler's own `generator`, the state that a `sampler` keeps itself, or, for samplers nobody knows, the state of
-    torch's generator (`rng`) when the epoch began.
+    sampler's own `generator`, the state dict of a stateful `sampler`, or, for other samplers, the state of torch's
+    generator (`rng`) at the start of the epoch.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -225,19 +225,19 @@ class OrderKeeper:
         self._key: dict[str, Any] = {}
 
     def begin_epoch(self, key: dict[str, Any] | None) -> None:
-        """Note what the order will be drawn from; with a key, draw from what it holds."""
+        """Record the key of the order that is drawn next; with a key, restore it first."""
         if key:
             self.restore(key)
         self._key = self._key_before_drawing()
 
     def key(self) -> dict[str, Any]:
-        """Return what draws this epoch's order again."""
+        """Return the key of this epoch's order."""
         if isinstance(self.sampler, SynchronizedRandomSampler):
             return {"seed": self.sampler.seed}
         return self._key
 
     def key_of_next_epoch(self) -> dict[str, Any]:
-        """Return what is known already of the order that comes after this epoch's."""
+        """Return the key of the next epoch's order, as far as it is known."""
         return {name: value for name, value in self._key_before_drawing().items() if name != "rng"}
 
     def _key_before_drawing(self) -> dict[str, Any]:
@@ -253,10 +253,10 @@ class OrderKeeper:
         return {"rng": torch.get_rng_state()}
 
     def restore(self, key: dict[str, Any]) -> None:
-        """Let the next order be drawn from what a key holds."""
+        """Set up the sampler so that the next order is that of a key."""
         sampler = self.sampler
         if key.get("seed") is not None and isinstance(sampler, SynchronizedRandomSampler):
-            sampler.draw_again(key["seed"])
+            sampler.set_next_seed(key["seed"])
         elif "initial_seed" in key and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = key["initial_seed"]
         elif "generator" in key and getattr(sampler, "generator", None) is not None:

@@ -1,4 +1,4 @@
-"""A shuffled order that needs no memory: random access into a permutation of any size."""
+"""A shuffled order in constant memory: random access into a permutation of any size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MIX_2 = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Permutation(Sequence[int]):
-    """The numbers 0 .. length-1 in an order that seed and epoch choose, each found without the others.
+    """A pseudorandom permutation of 0 .. length-1, keyed by seed and epoch, with random access.
 
-    A Feistel network permutes the numbers of `bits` bits, whatever its mixing function does; numbers that fall
-    outside the length walk on along their cycle until they are inside, which keeps it a permutation. The bits are
-    the fewest that hold the length, so a walk takes less than two steps on average.
+    A Feistel network permutes the numbers of `bits` bits for any mixing function. Numbers outside the length are
+    mapped again until they fall inside (cycle walking), which keeps it a permutation. `bits` is the smallest number
+    that holds the length, so this takes less than two steps on average.
     """
 
     def __init__(self, length: int, seed: int, epoch: int = 0) -> None:
@@ -59,14 +59,14 @@ class Permutation(Sequence[int]):
         return values
 
     def finish(self) -> None:
-        """Take note that the last sample was read: nothing is left to do."""
+        """Do nothing at the end of the epoch."""
 
     def _scramble(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Permute the numbers of all bits: each round mixes one half into the other, which can be undone."""
+        """Apply the Feistel network: each round mixes one half into the other, which is invertible."""
         low_bits, high_bits = np.uint64(self._low_bits), np.uint64(self._high_bits)
         low, high = values & _mask(low_bits), values >> low_bits
         for key in self._keys:
-            # `high` is mixed into `low`, then they change places and sizes.
+            # Mix `high` into `low`, then swap them and their sizes.
             low = (low ^ _mixed(high, key)) & _mask(low_bits)
             low, high, low_bits, high_bits = high, low, high_bits, low_bits
         scrambled: npt.NDArray[Any] = (high << low_bits) | low

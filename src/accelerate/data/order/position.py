@@ -1,4 +1,4 @@
-"""Where a prepared loader is: global, so that it means the same on any number of processes."""
+"""The position of a prepared loader: global, so that it is valid on any number of processes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class PositionError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """An epoch, its order, and the batches of the plain loader ("base batches") that were handed out.
+    """An epoch, its order, and the number of consumed batches of the plain loader ("base batches").
 
-    One step of N processes hands out N base batches, or one with `split_batches`.
+    One step of N processes consumes N base batches, or one with `split_batches`.
     """
 
     epoch: int = 0
     batches: int = 0
     batch_size: int | None = None
-    """Samples of a base batch."""
+    """Samples in a base batch."""
     begun: bool = True
-    """The epoch had drawn what it draws from torch's generator; False between two epochs, where that is to come."""
+    """The epoch has drawn its numbers from torch's generator; False between two epochs."""
     order: dict[str, Any] = field(default_factory=dict)
-    """What draws this epoch's order again."""
+    """The key of this epoch's order."""
     dataset: Any = None
-    """The state of an iterable data set that keeps one."""
+    """The state of a stateful iterable data set."""
     num_processes: int = 1
-    """How many processes the run had when this was saved."""
+    """The number of processes when this was saved."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -47,7 +47,7 @@ class Position:
         return cls(**state)
 
     def batches_of(self, batch_size: int | None) -> int:
-        """Return the same position counted in base batches of another size."""
+        """Return this position in base batches of another size."""
         if batch_size == self.batch_size or self.batches == 0:
             return self.batches
         if batch_size is None or self.batch_size is None:
@@ -65,7 +65,7 @@ class Position:
 
 
 def _some_divisors(number: int, near: int) -> str:
-    """List the divisors of a number that are nearest to a wish."""
+    """List the divisors of a number that are nearest to another number."""
     divisors = [candidate for candidate in range(1, min(number, 64 * near) + 1) if number % candidate == 0]
     nearest = sorted(sorted(divisors, key=lambda divisor: abs(divisor - near))[:6])
     return ", ".join(map(str, nearest))

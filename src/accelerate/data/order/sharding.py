@@ -1,8 +1,8 @@
-"""Which samples are mine: a global order cut into equal rounds, one part of each round per process.
+"""Shard a global order: it is split into equal rounds, and each round into one part per process.
 
-A round is what all processes consume in one step: `num_processes` batches, or one batch cut into `num_processes` pieces
-with `split_batches`. With `even_batches` the last round is filled up from the beginning of the order; how many of its
-samples are real is what `real_samples_in_last_round` says.
+A round is what all processes consume in one step: `num_processes` batches, or one batch split into `num_processes`
+parts with `split_batches`. With `even_batches` the last round is padded from the start of the order;
+`real_samples_in_last_round` returns how many of its samples are real.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 4096  # samples whose positions are computed together
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process, out of those of a global batch sampler."""
+    """One process's shard of a global batch sampler."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.counted_in_last_round: int | None = None
-        """Real samples of the last round, known once a custom batch sampler was read to its end."""
+        """Real samples in the last round, known once a custom batch sampler is exhausted."""
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
@@ -57,12 +57,12 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def batches_per_round(self) -> int:
-        """Return how many global batches one step consumes."""
+        """Return the number of global batches per step."""
         return 1 if self.split_batches else self.num_processes
 
     @property
     def share(self) -> int:
-        """Return the samples of one process in a full round."""
+        """Return the number of samples per process in a full round."""
         assert self.batch_size is not None
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
@@ -70,7 +70,7 @@ class BatchSamplerShard(BatchSampler):
         return self.num_rounds_from(0)
 
     def num_rounds_from(self, start: int) -> int:
-        """Return how many batches this process gets, beginning with global batch `start`."""
+        """Return the number of batches of this process from global batch `start` on."""
         num_samples = self._num_samples()
         if num_samples is not None and self.batch_size is not None:
             return self._num_rounds(num_samples - start * self.batch_size)
@@ -82,7 +82,7 @@ class BatchSamplerShard(BatchSampler):
         return whole + 1 if self.even_batches or self.process_index < rest else whole
 
     def _num_samples(self) -> int | None:
-        """Return the samples of an epoch, unless a custom batch sampler makes another number of batches of them."""
+        """Return the number of samples in an epoch; None if a custom batch sampler makes another number of batches."""
         if self.batch_size is None or not hasattr(self.sampler, "__len__"):
             return None
         if not hasattr(self.batch_sampler, "__len__"):
@@ -94,7 +94,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.sampler)
 
     def real_samples_in_last_round(self, start: int) -> int | None:
-        """Return how many samples of the last round are no filling; None where only iterating tells."""
+        """Return the number of real samples in the last round; None if it is only known by iterating."""
         num_samples = self._num_samples()
         if num_samples is None or self.batch_size is None:
             return None
@@ -103,7 +103,7 @@ class BatchSamplerShard(BatchSampler):
         return round_size if self.drop_last else (remaining % round_size or round_size)
 
     def takes_part_in_last_round(self, start: int) -> bool:
-        """Tell whether this process has a batch in the last round; without `even_batches` some may not."""
+        """Return whether this process has a batch in the last round; without `even_batches` some may not."""
         if self.even_batches or self.drop_last:
             return True
         real = self.real_samples_in_last_round(start)
@@ -113,15 +113,15 @@ class BatchSamplerShard(BatchSampler):
         return self.iterate_from(0)
 
     def iterate_from(self, start: int) -> Iterator[list[Any]]:
-        """Yield this process's batches, beginning with global batch `start`."""
+        """Yield this process's batches from global batch `start` on."""
         self.counted_in_last_round = None
         sampler = sized_sampler(self.batch_sampler)
-        if sampler is not None:  # drawn with the first batch, where the plain loader draws its random numbers too
+        if sampler is not None:  # drawn with the first batch, as the plain loader does
             yield from self._by_position(read_order(sampler), start)
         elif self.split_batches:
             yield from self._split_stream(start)
         else:
-            yield from self._dealt_stream(start)
+            yield from self._round_robin_stream(start)
 
     def _num_rounds(self, num_samples: int) -> int:
         round_size = self.share * self.num_processes
@@ -129,8 +129,8 @@ class BatchSamplerShard(BatchSampler):
             return max(0, num_samples // round_size)
         if self.even_batches:
             return max(0, -(-num_samples // round_size))
-        mine = num_samples - self.process_index * self.share  # samples from my first one on
-        return max(0, -(-mine // round_size))
+        own = num_samples - self.process_index * self.share  # samples from its first one on
+        return max(0, -(-own // round_size))
 
     def _by_position(self, order: Order, start: int) -> Iterator[list[Any]]:
         """Read the samples [first + k * round_size, + share) of the order, for every round k."""
@@ -159,10 +159,10 @@ class BatchSamplerShard(BatchSampler):
             else:
                 yield from batches
 
-    # A custom batch sampler is only known by iterating over it.
+    # Custom batch samplers can only be iterated.
 
-    def _dealt_stream(self, start: int) -> Iterator[list[Any]]:
-        head: list[list[Any]] = []  # the batches of the first round, to fill up the last
+    def _round_robin_stream(self, start: int) -> Iterator[list[Any]]:
+        head: list[list[Any]] = []  # the batches of the first round, to pad the last
         held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
         dealt: list[list[Any]] = []
         for index, batch in enumerate(self.batch_sampler):
@@ -191,10 +191,10 @@ class BatchSamplerShard(BatchSampler):
         elif not self.even_batches:
             if self.process_index < len(batches):
                 yield batches[self.process_index]
-        elif self.batch_size is None:  # nobody knows how long a batch should be: those without one get a whole one
+        elif self.batch_size is None:  # the batch size is unknown: ranks without a batch get a whole one
             yield filled(batches, head, self.num_processes)[self.process_index]
         else:
-            yield self._my_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
+            yield self._own_share(filled(chain(*batches), list(chain(*head)), self.share * self.num_processes))
 
     def _split_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[Any] = []
@@ -209,14 +209,14 @@ class BatchSamplerShard(BatchSampler):
                 if self.even_batches:
                     assert self.batch_size is not None
                     batch = filled(batch, head, self.batch_size)
-            mine = self._my_share(batch)
-            if mine:
-                yield mine
+            own = self._own_share(batch)
+            if own:
+                yield own
 
-    def _my_share(self, samples: list[Any]) -> list[Any]:
+    def _own_share(self, samples: list[Any]) -> list[Any]:
         return samples[self.process_index * self.share : (self.process_index + 1) * self.share]
 
 
 def filled(samples: Any, head: list[Any], size: int) -> list[Any]:
-    """Fill up to `size` by repeating the first samples, or the first batches."""
+    """Pad to `size` by repeating the first samples or batches."""
     return list(islice(chain(samples, cycle(head)), size))

@@ -1,4 +1,4 @@
-"""The adapter: an engine of DeepSpeed seen as an optimizer, and stand-ins for optimizers and schedules it makes."""
+"""Adapters: a DeepSpeed engine as an optimizer, and placeholders for its own optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import UnsupportedSettingError
 
 
 class DummyOptim(Optimizer):
-    """Stand in for the optimizer of DeepSpeed's config, until `prepare` has made it."""
+    """A placeholder for the optimizer of DeepSpeed's config, which `prepare` makes."""
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
@@ -25,12 +25,12 @@ class DummyOptim(Optimizer):
         self.kwargs = kwargs
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Refuse: there is nothing to step yet."""
+        """Raise: there is nothing to step yet."""
         raise RuntimeError("DummyOptim stands in for an optimizer of DeepSpeed's config: step what prepare() returned.")
 
 
 class DummyScheduler:
-    """Stand in for the schedule of DeepSpeed's config, or for what a function makes, until `prepare` has made it."""
+    """A placeholder for the scheduler of DeepSpeed's config, or of a function, which `prepare` makes."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: there is nothing to advance yet."""
+        """Raise: there is nothing to advance yet."""
         raise RuntimeError(
             "DummyScheduler stands in for a schedule of DeepSpeed's config: step what prepare() returned."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine keeps the state of its schedule."""
+        """Return nothing: the engine keeps the state of its scheduler."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the engine keeps the state of its schedule."""
+        """Do nothing: the engine keeps the state of its scheduler."""
 
 
 class DeepSpeedSchedulerWrapper:
-    """A schedule that its engine advances with every step of the optimizer; its state is part of the engine's."""
+    """A scheduler that its engine advances with every optimizer step; its state is part of the engine's."""
 
     _is_accelerate_prepared = True
 
@@ -73,14 +73,14 @@ class DeepSpeedSchedulerWrapper:
         """Do nothing: the engine has advanced it."""
 
     def __getattr__(self, name: str) -> Any:
-        """Hand on what the schedule knows."""
+        """Look up attributes of the scheduler."""
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 class DeepSpeedEngineWrapper:
-    """An engine whose backward pass also steps, as published; `prepare` returns engines themselves."""
+    """An engine whose `backward` also steps. Published; `prepare` returns engines themselves."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -98,32 +98,32 @@ class DeepSpeedEngineWrapper:
 
 
 class EngineOptimizer(Optimizer):
-    """An engine seen as an optimizer: `step` is the engine's, and so are the gradients until then.
+    """An engine as an optimizer: `step` and the gradients before it are the engine's.
 
-    [Note: who finishes a window] DeepSpeed adds gradients up over any number of backward passes and finishes them in
-    `step`: averages them over the processes, or lays out what it has averaged already. Whoever must see them before, to
-    know their norm or to scale them, finishes them here, once; `step` is then kept from doing it again.
+    [Note: gradient reduction] DeepSpeed accumulates gradients over any number of backward passes and reduces them in
+    `step`: it averages them over the processes, or lays out what it has averaged already. Clipping and scaling need
+    them earlier, so they are reduced here, once, and `step` does not reduce them again.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.step_was_skipped = False
-        """The last step was left out because an fp16 gradient overflowed."""
+        """The last step was skipped because an fp16 gradient overflowed."""
         self._has_gradients = False
-        self._is_finished = False
+        self._is_reduced = False
         self._clips_at: float = engine.gradient_clipping()
 
     # The engine owns the state; Optimizer.__init__ is not called.
 
     @property
     def stepped(self) -> Optimizer:
-        """Return the plain optimizer that the engine steps, for which schedules are made."""
+        """Return the plain optimizer that the engine steps; schedulers are made for it."""
         optimizer: Optimizer = self.engine.basic_optimizer
         return optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the parameter groups; their learning rates are the ones that count."""
+        """Return the parameter groups, with the effective learning rates."""
         groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
         return groups
 
@@ -143,44 +143,44 @@ class EngineOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse: the state of one process is a partition of a whole that only the engine knows."""
+        """Raise: the state of one process is a partition, which only the engine can load."""
         raise RuntimeError("DeepSpeed's optimizer states are partitions: use accelerator.load_state(folder).")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: partitions are laid out once."""
+        """Raise: partitions are laid out once."""
         raise RuntimeError("DeepSpeed lays out partitions once: add parameter groups before prepare().")
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Add the gradients of a loss."""
+        """Accumulate the gradients of a loss."""
         if self._has_gradients and getattr(self.engine.optimizer, "_epilogue_ran_this_backward", False):
-            # DeepSpeed takes note of a backward pass in the next forward pass; without one between, it would not add.
+            # DeepSpeed resets this flag in a forward pass; without one in between, it would not accumulate.
             self.engine.optimizer.clear_backward_seen_flag()
         self.engine.backward(loss, scale_wrt_gas=False, **options)
-        self.received_gradients()
+        self.mark_gradients()
 
-    def received_gradients(self) -> None:
-        """Note that there is something to step with, or to forget."""
+    def mark_gradients(self) -> None:
+        """Record that there are gradients to step with or to zero."""
         self._has_gradients = True
-        self._is_finished = False
+        self._is_reduced = False
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters."""
         if closure is not None:
             raise UnsupportedSettingError("step(closure)", "DeepSpeed has no such step.", "Call backward() before it.")
-        if self._is_finished:
-            with _nothing_left_to_finish(self.engine):
+        if self._is_reduced:
+            with _without_reduction(self.engine):
                 self.engine.step()
         else:
             self.engine.step()
         self.step_was_skipped = not self.engine.was_step_applied()
-        self._has_gradients = self._is_finished = False
+        self._has_gradients = self._is_reduced = False
         if self.engine.gradient_clipping() != self._clips_at:
             self._clip_at(self._clips_at)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has used; a step forgets its own."""
+        """Zero gradients that no step has used; a step zeroes its own."""
         if not self._has_gradients:
             return
         zero = self.engine.optimizer
@@ -191,12 +191,12 @@ class EngineOptimizer(Optimizer):
             zero.micro_step_id = 0 if self.engine.zero_optimization_partition_weights() else -1
         zero.zero_grad()
         self.engine.zero_grad()
-        self._has_gradients = self._is_finished = False
+        self._has_gradients = self._is_reduced = False
 
     # --- gradients before the step ------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the next step at a norm, and return the norm that the gradients have."""
+        """Clip the gradients of the next step; return their norm before clipping."""
         if self.engine.has_moe_layers or self.engine.mp_world_size > 1:
             raise UnsupportedSettingError(
                 "clip_grad_norm_ with experts or tensor parallelism of DeepSpeed",
@@ -224,7 +224,7 @@ class EngineOptimizer(Optimizer):
         return total.sqrt()
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of the window."""
+        """Multiply the accumulated gradients."""
         if self.engine.zero_use_cpu_optimizer():
             raise UnsupportedSettingError(
                 "backward(num_items=...) over several micro-batches with offloaded optimizer states",
@@ -235,10 +235,10 @@ class EngineOptimizer(Optimizer):
             gradient.mul_(factor.to(gradient.dtype))
 
     def gradients(self) -> list[Tensor]:
-        """Return this process's part of the finished gradients. See [Note: who finishes a window]."""
+        """Return this process's partition of the reduced gradients. See [Note: gradient reduction]."""
         engine, zero = self.engine, self.engine.optimizer
-        if not self._is_finished and self._has_gradients:
-            self._finish()
+        if not self._is_reduced and self._has_gradients:
+            self._reduce()
         if not engine.zero_optimization():
             return [param.grad for param in engine.module.parameters() if param.grad is not None]
         if engine.zero_use_cpu_optimizer():
@@ -254,9 +254,9 @@ class EngineOptimizer(Optimizer):
             gradient for group in zero.averaged_gradients.values() for gradient in group or () if gradient is not None
         ]
 
-    def _finish(self) -> None:
+    def _reduce(self) -> None:
         engine = self.engine
-        engine._running_engine_step = True  # what makes a boundary of this place
+        engine._running_engine_step = True  # marks an accumulation boundary
         try:
             if engine.zero_optimization_partition_gradients():
                 engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -264,7 +264,7 @@ class EngineOptimizer(Optimizer):
                 engine.allreduce_gradients()
         finally:
             engine._running_engine_step = False
-        self._is_finished = True
+        self._is_reduced = True
 
     def _clip_at(self, max_norm: float) -> None:
         self.engine._config.gradient_clipping = max_norm
@@ -276,7 +276,7 @@ class EngineOptimizer(Optimizer):
 
 
 @contextmanager
-def _nothing_left_to_finish(engine: Any) -> Iterator[None]:
+def _without_reduction(engine: Any) -> Iterator[None]:
     zero, reduces = engine.optimizer, engine.enable_backward_allreduce
     engine.enable_backward_allreduce = False
     zero.finalize_gradient_accumulation_boundary = lambda: None
@@ -287,8 +287,8 @@ def _nothing_left_to_finish(engine: Any) -> Iterator[None]:
         del zero.finalize_gradient_accumulation_boundary
 
 
-def engines_behind(loss: Tensor, engines: Iterable[EngineOptimizer]) -> list[EngineOptimizer]:
-    """Return those whose parameters a loss depends on."""
+def engines_of_loss(loss: Tensor, engines: Iterable[EngineOptimizer]) -> list[EngineOptimizer]:
+    """Return the engines whose parameters a loss depends on."""
     owners = {id(param): engine for engine in engines for param in engine.engine.module.parameters()}
     found: dict[int, EngineOptimizer] = {}
     waiting, seen = [loss.grad_fn], set()

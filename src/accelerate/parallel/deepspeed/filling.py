@@ -1,4 +1,4 @@
-"""What DeepSpeed's config must agree with: the batch plan, the optimizer, the schedule and the model of one engine."""
+"""Complete DeepSpeed's config from the batch sizes, the optimizer, the scheduler and the model of one engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
-def completed(
+def complete_config(
     plugin: DeepSpeedPlugin,
     bundle: Bundle,
     data_ranks: int,
@@ -28,7 +28,7 @@ def completed(
     optimizer: Optimizer | None,
     scheduler: DummyScheduler | None,
 ) -> Claims:
-    """Return the config of one engine, in which nothing is "auto"; the plugin's own stays as it is."""
+    """Return the config of one engine without "auto" values; the plugin's own config is not changed."""
     claims = Claims(deepcopy(plugin.deepspeed_config), plugin.source, dict(plugin.origins))
     _batch_plan(claims, bundle, data_ranks, plugin.is_train_batch_min)
     if optimizer is not None:
@@ -36,11 +36,11 @@ def completed(
     if scheduler is not None:
         _schedule(claims, scheduler, 1 if bundle.split_batches else data_ranks)
     _buckets(claims, model)
-    # Without the key DeepSpeed would clip at 1.0; as everywhere, nothing is clipped that nobody asked for.
+    # Without the key DeepSpeed would clip at 1.0; nothing is clipped unless asked for.
     claims.default(CLIPPING, 0.0, "none: clip_grad_norm_ says, step by step")
     for name in ("fp16", "bf16"):
         claims.fill(f"{name}.enabled", False, "mixed_precision")
-    # The script decides when a step is due: DeepSpeed adds gradients up until it is told to step.
+    # The script decides when to step: DeepSpeed accumulates gradients until `step` is called.
     claims.claim("managed_gradient_accumulation", False, "accelerator.accumulate")
     claims.check()
     if remaining := claims.remaining():
@@ -86,7 +86,7 @@ def _optimizer(claims: Claims, optimizer: Optimizer) -> None:
 
 
 def _schedule(claims: Claims, scheduler: DummyScheduler, batches_per_step: int) -> None:
-    """Count in steps of the optimizer: the script counts batches of the plain loop, several of which make a step."""
+    """Convert the script's batches to optimizer steps, of which each takes several batches."""
     if claims.value_of("scheduler") is None:
         return
     counted = "" if batches_per_step == 1 else f", {batches_per_step} batches per step"
@@ -102,7 +102,7 @@ def _schedule(claims: Claims, scheduler: DummyScheduler, batches_per_step: int) 
 
 
 def _buckets(claims: Claims, model: nn.Module) -> None:
-    """Size what ZeRO sends at once by the width of the model; where that is not known, DeepSpeed's own default."""
+    """Choose ZeRO's bucket sizes by the hidden size of the model, or DeepSpeed's defaults if it is unknown."""
     width = _width(model)
     by_width: dict[str, Callable[[int], float]] = {
         "reduce_bucket_size": lambda n: n * n,

@@ -1,9 +1,9 @@
-"""The state of an engine as named trees of data: DeepSpeed's own files, which the checkpoint engine writes and commits.
+"""The state of an engine as named trees of data: DeepSpeed's files, which our checkpoint engine writes and commits.
 
-[Note: whose files] DeepSpeed writes and reads a checkpoint through an object of its own kind, `CheckpointEngine`, file
-by file. While it saves, it is given one that keeps what it would write; while it loads, one that hands out what was
-read. So names and contents are DeepSpeed's, and its tools read them; when files are written, flushed, checked and
-committed, and that they are read without executing anything, is decided where it is decided for everybody.
+[Note: in-memory files] DeepSpeed writes and reads checkpoints through its class `CheckpointEngine`, file by file. We
+replace it by one that keeps the files in memory when saving, and returns the loaded files when loading. Names and
+contents are DeepSpeed's, so its tools can read them. Writing, flushing, verifying, committing and safe loading are done
+by our checkpoint engine, as for all other state.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 class DeepSpeedState(EngineState):
-    """The state of one engine: weights, optimizer, and its schedule if it has one."""
+    """The state of one engine: weights, optimizer, and scheduler if it has one."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def capture(self) -> dict[str, Any]:
-        """Return what this process saves, file by file; all processes call it."""
-        with tempfile.TemporaryDirectory() as folder, _through(self.engine, _files_in_memory()) as kept:
+        """Return the files that this process saves, by name. Collective."""
+        with tempfile.TemporaryDirectory() as folder, _using_checkpoint_engine(self.engine, _files_in_memory()) as kept:
             self.engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
         return dict(kept.files)
 
     def wanted(self, files: Sequence[str]) -> list[str]:
-        """Choose the model's file and this rank's; where the number of ranks changed, all."""
+        """Select the model's file and those of this rank; all files if the world size changed."""
         ranks = {int(found[1]) for file in files if (found := _RANK.search(file))}
         if ranks and len(ranks) != self._world_size:
             return list(files)
@@ -54,7 +54,7 @@ class DeepSpeedState(EngineState):
 
     @cached_property
     def classes(self) -> list[Any]:
-        """What the files hold beside plain data."""
+        """The classes that the files hold besides plain data."""
         from deepspeed.runtime.fp16 import loss_scaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
@@ -71,7 +71,7 @@ class DeepSpeedState(EngineState):
         here = self.engine.zero_optimization_stage()
         if there != here:
             return f"ZeRO-{int(here)} here and ZeRO-{int(there)} in the checkpoint"
-        if self._comes_from_another_world(model_state) and (reason := self._bound_to_its_world(states)):
+        if self._has_other_world_size(model_state) and (reason := self._reason_against_resharding(states)):
             return f"the checkpoint was saved on {model_state['dp_world_size']} ranks, and {reason}"
         own, saved = self._own_shapes(), _shapes(model_state["param_shapes"], model_state["module"])
         if own != saved:
@@ -83,11 +83,11 @@ class DeepSpeedState(EngineState):
         zero = self.engine.zero_optimization() and self.engine.optimizer is not None
         return _shapes(self.engine._get_zero_param_shapes() if zero else None, self.engine.module.state_dict())
 
-    def _comes_from_another_world(self, model_state: Mapping[str, Any]) -> bool:
+    def _has_other_world_size(self, model_state: Mapping[str, Any]) -> bool:
         return bool(self.engine.zero_optimization() and model_state["dp_world_size"] != self._world_size)
 
-    def _bound_to_its_world(self, states: Mapping[str, Any]) -> str | None:
-        """Say why states cannot be laid out for another number of ranks, if they cannot."""
+    def _reason_against_resharding(self, states: Mapping[str, Any]) -> str | None:
+        """Return why states cannot be resharded for another world size, or None."""
         if self.engine.has_moe_layers or self.engine.mp_world_size > 1:
             return "DeepSpeed's experts and tensor parallelism must be loaded on the number of ranks that saved them"
         if self.engine.zero_nvme_offload_optimizer():
@@ -97,12 +97,12 @@ class DeepSpeedState(EngineState):
         return None
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Take what was read; all processes call it."""
+        """Restore the loaded states. Collective."""
         model_state = next(state for state in states.values() if "module" in state)
-        if self._comes_from_another_world(model_state):
-            self._restore_universally(folder)
+        if self._has_other_world_size(model_state):
+            self._restore_universal(folder)
             return
-        with _through(self.engine, _files_in_memory(states)):
+        with _using_checkpoint_engine(self.engine, _files_in_memory(states)):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
@@ -110,16 +110,16 @@ class DeepSpeedState(EngineState):
         if path is None:
             raise ValueError(f"DeepSpeed found nothing to load in {folder}")
 
-    def _restore_universally(self, folder: Path) -> None:
-        """Load on another number of ranks, by DeepSpeed's universal form, which is made for the time of the load.
+    def _restore_universal(self, folder: Path) -> None:
+        """Load on another world size, through a temporary checkpoint in DeepSpeed's universal format.
 
-        Its converter loads pickles. The files in this folder were read as data before, and found to be nothing else.
+        Its converter loads pickles. The files in this folder were loaded safely before, so they hold only data.
         """
         from deepspeed.checkpoint import ds_to_universal
 
         token = [uuid.uuid4().hex]
         dist.broadcast_object_list(token, src=0)
-        place = Path(tempfile.gettempdir()) / f"universal-{token[0]}"  # on every host its own
+        place = Path(tempfile.gettempdir()) / f"universal-{token[0]}"  # one per host
         universal, failure = place / folder.name, None
         try:
             if self.engine.local_rank == 0:
@@ -151,21 +151,21 @@ class DeepSpeedState(EngineState):
                 shutil.rmtree(place, ignore_errors=True)
 
     def companions(self) -> dict[str, str]:
-        """Return DeepSpeed's script that makes one file of whole weights out of a checkpoint, as DeepSpeed does."""
+        """Return DeepSpeed's script that consolidates a checkpoint into full weights; DeepSpeed saves it too."""
         from deepspeed.utils import zero_to_fp32
 
         return {"zero_to_fp32.py": Path(zero_to_fp32.__file__).read_text(encoding="utf-8")}
 
 
 def _shapes(groups: Any, whole: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters, of which ZeRO keeps a list by groups; without it, those of a whole state."""
+    """Return the shapes of parameters from ZeRO's groups, or from a full state if there are none."""
     if groups is None:
         return {name: tuple(value.shape) for name, value in whole.items()}
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
 def _files_in_memory(files: Mapping[str, Any] | None = None) -> Any:
-    """Return one of DeepSpeed's checkpoint engines that touches no disk."""
+    """Return a checkpoint engine for DeepSpeed that keeps files in memory."""
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
     class FilesInMemory(CheckpointEngine):  # type: ignore[misc]
@@ -192,7 +192,7 @@ def _files_in_memory(files: Mapping[str, Any] | None = None) -> Any:
 
 
 @contextmanager
-def _through(engine: Any, files: Any) -> Iterator[Any]:
+def _using_checkpoint_engine(engine: Any, files: Any) -> Iterator[Any]:
     before, engine.checkpoint_engine = engine.checkpoint_engine, files
     try:
         yield files

@@ -1,9 +1,9 @@
-"""DeepSpeed as the engine: every model is handed to it with its optimizer, and trained by what comes back.
+"""DeepSpeed: every model and its optimizer become a DeepSpeed engine.
 
-[Note: what is whose] DeepSpeed owns the parameters, their number format, the optimizer's step and its own schedule. The
-script owns the loop: when a window closes, what the loss is, where gradients are clipped. So DeepSpeed runs with
-`managed_gradient_accumulation` off, and `AcceleratedOptimizer`, which knows when a step is due, steps an
-`EngineOptimizer`. A model computes under autocast inside its engine, so that inputs and outputs are fp32 as everywhere.
+[Note: ownership] DeepSpeed owns the parameters, their dtype, the optimizer step and its own scheduler. The script owns
+the loop: when to step, what the loss is, where gradients are clipped. So DeepSpeed runs with
+`managed_gradient_accumulation` off, and `AcceleratedOptimizer`, which knows when to step, steps an `EngineOptimizer`. A
+model computes under autocast inside its engine, so that inputs and outputs are fp32 as with other strategies.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ...errors import UnsupportedSettingError
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..base import Bundle, Capabilities, EngineState, Strategy, params_of
-from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_behind
-from .filling import completed
+from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_of_loss
+from .filling import complete_config
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _COMPILED_ON_FIRST_USE = "deepspeed_shm_comm"
 
 
 class DeepSpeedEngines(Strategy):
-    """Train every model by an engine of DeepSpeed, each as the plugin that is selected when it is prepared says."""
+    """Train every model with a DeepSpeed engine, configured by the plugin that is selected when it is prepared."""
 
     capabilities = Capabilities(owns_scaling=True, compiles_inside=True)
 
@@ -47,21 +47,21 @@ class DeepSpeedEngines(Strategy):
         super().__init__(runtime)
         self.plugins = plugins
         self._engines: list[weakref.ref[EngineOptimizer]] = []
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._all_engines: weakref.WeakSet[Any] = weakref.WeakSet()
         load_deepspeed(runtime)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The plugin that is selected."""
+        """The selected plugin."""
         return next(plugin for plugin in self.plugins.values() if plugin.selected)
 
     @property
     def published(self) -> Mapping[str, Any]:
-        """What `AcceleratorState` says of this strategy, by attribute."""
+        """Attributes of `AcceleratorState` that depend on the strategy."""
         return {"deepspeed_plugins": self.plugins, "_engine": DistributedType.DEEPSPEED}
 
     def engines(self) -> list[EngineOptimizer]:
-        """Return the engines that train, in the order in which they were made: the same on every process."""
+        """Return the engines that train, in creation order, which is the same on every process."""
         alive = [(reference, engine) for reference in self._engines if (engine := reference()) is not None]
         self._engines = [reference for reference, _ in alive]
         return [engine for _, engine in alive]
@@ -69,14 +69,14 @@ class DeepSpeedEngines(Strategy):
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Hand a model to an engine that only runs it, as ZeRO-3 can; otherwise it stays what it is."""
+        """Wrap a model without an optimizer in an engine under ZeRO-3; return it unchanged otherwise."""
         if self.plugin.zero_stage != 3 or not any(True for _ in model.parameters()):
             return model
         engine: nn.Module = self._engine(model, None, None, Bundle())
         return engine
 
     def prepare(self, bundle: Bundle) -> Bundle:
-        """Make an engine of every model that came with its optimizer."""
+        """Make an engine of every model that has an optimizer in the bundle."""
         owners = [self._model_of(optimizer, bundle) for optimizer in bundle.optimizers]
         models, optimizers = list(bundle.models), list(bundle.optimizers)
         schedulers = list(bundle.schedulers)
@@ -123,7 +123,7 @@ class DeepSpeedEngines(Strategy):
 
         plugin = self.plugin
         plugin.set_moe_leaf_modules(model)
-        claims = completed(plugin, bundle, self.num_data_ranks, model, optimizer, scheduler)
+        claims = complete_config(plugin, bundle, self.num_data_ranks, model, optimizer, scheduler)
         config = claims.config
         if optimizer is None or not isinstance(optimizer, DummyOptim):
             if optimizer is not None and "optimizer" in config:
@@ -151,11 +151,11 @@ class DeepSpeedEngines(Strategy):
             lr_scheduler=None if scheduler is None else scheduler.lr_scheduler_callable,
             config=config,
         )
-        self._made.add(engine)
+        self._all_engines.add(engine)
         return engine
 
     def _fit_for_offload(self, optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-        """Step offloaded states by the given optimizer, unless the config asks for DeepSpeed's own."""
+        """Use the given optimizer for offloaded states, unless the config asks for DeepSpeed's own."""
         offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
         if offload == "none":
             return optimizer
@@ -188,26 +188,26 @@ class DeepSpeedEngines(Strategy):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run the backward pass by the engine whose model the loss comes from; other models on its way take part."""
-        options.pop("scale_wrt_gas", None)  # the loss is its share of the step already
+        """Run the backward pass with the engine of the loss's model; other engines in its graph get gradients too."""
+        options.pop("scale_wrt_gas", None)  # the loss is already scaled to its share of the step
         engines = self.engines()
-        behind = engines if len(engines) == 1 else engines_behind(loss, engines)
+        behind = engines if len(engines) == 1 else engines_of_loss(loss, engines)
         if not behind:
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         behind[0].backward(loss, **options)
         for other in behind[1:]:
-            other.received_gradients()
+            other.mark_gradients()
 
     def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
-        """Multiply the gradients that a window has accumulated."""
+        """Multiply the accumulated gradients."""
         modules = {id(model) for model in models}
         for engine in self.engines():
             if id(engine.engine) in modules:
                 engine.scale(factor)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the next step of the engine whose parameters these are; return the norm that its gradients have."""
+        """Clip the next step of the engine that owns these parameters; return the norm before clipping."""
         given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for engine in self.engines():
             own = {id(param) for param in engine.engine.module.parameters() if param.requires_grad}
@@ -224,8 +224,8 @@ class DeepSpeedEngines(Strategy):
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's state; where parameters are partitioned, on the main process, and elsewhere an empty one."""
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state of a model; if it is partitioned, only the main process gets it."""
         engine = self._engine_of(model)
         if engine is None or not (engine.zero_optimization_partition_weights() or engine.autotp_size() > 1):
             return model.state_dict()
@@ -238,10 +238,10 @@ class DeepSpeedEngines(Strategy):
         return state or {}
 
     def _engine_of(self, model: nn.Module) -> Any:
-        return next((engine for engine in self._made if model in (engine, engine.module)), None)
+        return next((engine for engine in self._all_engines if model in (engine, engine.module)), None)
 
     def engine_states(self, models: Sequence[nn.Module]) -> list[EngineState | None]:
-        """Return for each model the engine that owns its state and its optimizer's: None where none does."""
+        """Return the engine state of each model and its optimizer; None for models without an engine."""
         from .state import DeepSpeedState
 
         found = [self._engine_of(model) for model in models]
@@ -249,7 +249,7 @@ class DeepSpeedEngines(Strategy):
 
 
 def load_deepspeed(runtime: Runtime) -> Any:
-    """Import DeepSpeed and bring it into this process's group, on this process's device."""
+    """Import DeepSpeed and initialise it with this process's group and device."""
     if not has_package("deepspeed"):
         raise ImportError(
             "DeepSpeed is asked for and is not installed: pip install 'accelerate[deepspeed]'. On CPU: "
@@ -261,7 +261,7 @@ def load_deepspeed(runtime: Runtime) -> Any:
         export({"DS_ACCELERATOR": "cpu"})
     if read("LOCAL_RANK") is None:
         export({"LOCAL_RANK": str(runtime.local_process_index)})
-    if not dist.is_initialized():  # one process, for which the library opens no group; DeepSpeed wants one
+    if not dist.is_initialized():  # DeepSpeed needs a group; the library makes none for one process
         dist.init_process_group(
             "gloo" if devices.is_cpu(runtime.device) else None, store=HashStore(), rank=0, world_size=1
         )
@@ -271,23 +271,23 @@ def load_deepspeed(runtime: Runtime) -> Any:
     from deepspeed.git_version_info import installed_ops
 
     if not installed_ops.get(_COMPILED_ON_FIRST_USE, False):
-        # It is compiled by every first run, and a run that is ended meanwhile leaves a lock that hangs all later ones.
+        # It is compiled on first use, and a run that is killed meanwhile leaves a lock that hangs all later runs.
         deepspeed.ops.__compatible_ops__[_COMPILED_ON_FIRST_USE] = False
     if comm.cdb is not None and getattr(comm, "_group_of_accelerate", None) is not dist.group.WORLD:
-        _forget_groups(comm)
+        _reset_groups(comm)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     comm._group_of_accelerate = dist.group.WORLD
     return deepspeed
 
 
-def _forget_groups(comm: Any) -> None:
-    """Let DeepSpeed forget the groups of a process group that was closed; it keeps them in globals."""
+def _reset_groups(comm: Any) -> None:
+    """Reset DeepSpeed's global groups, which belong to a destroyed process group."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
     comm.cdb = None
-    # Processes compare the numbers of parameters and modules, and may not have counted the same before.
+    # Processes compare parameter and module ids, whose counters may differ between processes.
     Init.param_id = 0
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     for name, value in list(vars(groups).items()):
@@ -296,7 +296,7 @@ def _forget_groups(comm: Any) -> None:
 
 
 def _groups(optimizer: DummyOptim) -> list[dict[str, Any]]:
-    """Return the groups with what differs among them; the rest comes from the config."""
+    """Return the parameter groups with the options that differ from the defaults; the rest is in the config."""
     if len(optimizer.param_groups) == 1:
         return [param for group in optimizer.param_groups for param in group["params"]]
     return [
@@ -306,7 +306,7 @@ def _groups(optimizer: DummyOptim) -> list[dict[str, Any]]:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's optimizer for states on the host, with the same parameter groups; others stay as they are."""
+    """Return DeepSpeed's CPU optimizer with the same parameter groups, or the optimizer itself if there is none."""
     fused = optimizer
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         from deepspeed.ops.adam import DeepSpeedCPUAdam

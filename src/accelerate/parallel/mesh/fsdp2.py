@@ -1,6 +1,6 @@
-"""What other libraries call on models that FSDP2 shards, and overwrite: see [Note: overwriting] in `facade.py`.
+"""FSDP2 functions that other libraries call and replace: see [Note: overwriting] in `facade.py`.
 
-`prepare` comes through `fsdp2_apply_ac` and `fsdp2_prepare_model` by their names in `accelerate.accelerator`.
+`prepare` calls `fsdp2_apply_ac` and `fsdp2_prepare_model` by their names in `accelerate.accelerator`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..modules.wrapping import ignored_modules, parameters_in
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let libraries that load weights do so on the first process only."""
+    """Make libraries load weights on the first process only."""
     export({FSDP_VARIABLES["cpu_ram_efficient_loading"]: "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let libraries that load weights do so on every process."""
+    """Make libraries load weights on every process."""
     export({FSDP_VARIABLES["cpu_ram_efficient_loading"]: "False"})
 
 
@@ -34,13 +34,13 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Let the units of a model recompute their activations."""
+    """Apply activation checkpointing to the units of a model."""
     recomputing: nn.Module = accelerator.strategy.recompute(model)
     return recomputing
 
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters under the names of the user's own model."""
+    """Return parameters under their names in the unwrapped model."""
     return {own_name(name): value for name, value in named_params.items()}
 
 
@@ -55,14 +55,14 @@ def get_parameters_from_modules(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler: torch's own knows sharded gradients."""
+    """Return torch's `GradScaler`, which supports sharded gradients."""
     return torch.amp.GradScaler(**kwargs)
 
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Give a sharded model the state that the first process has."""
+    """Load the state dict of the first process into a sharded model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)

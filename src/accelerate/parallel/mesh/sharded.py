@@ -1,4 +1,4 @@
-"""A model spread over a mesh: layers split by tensor parallelism, parameters sharded by FSDP2, copies averaged."""
+"""Models on a device mesh: tensor parallelism, FSDP2 sharding, and replication."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
 from ..base import Capabilities, Steps, Strategy, params_of
 from ..modules import materialising
-from ..modules.averaging import WholeModules, begin_equal
-from ..modules.dtensors import gathered, mesh_of, require_plain, spread_like, whole
+from ..modules.averaging import UnshardedParameters, broadcast_parameters
+from ..modules.dtensors import distribute_like, gathered, mesh_of, require_plain, whole
 from ..modules.means import divisors_of
 from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
-from .context.positions import Cut, FirstPass, require_torchs_attention
+from .context.positions import PositionCheck, SplitBuffers, require_sdpa
 from .context.ring import require_no_recurrence, split_sequences
 from .tensor.plans import split_layers
 
-_MOST_DIVISORS = 4
+_MAX_DIVISORS = 4
 
 
 class MeshParallel(Strategy):
-    """Spread every model over one mesh. FSDP2, HSDP, tensor parallelism and any product of them."""
+    """Distribute models over one mesh: FSDP2, HSDP, tensor parallelism and their combinations."""
 
     mesh: Mesh
 
@@ -51,22 +51,22 @@ class MeshParallel(Strategy):
                 "Load the model on every process.",
             )
         self.capabilities = Capabilities(defers_sync=shards)
-        self._whole_modules: MutableMapping[nn.Module, WholeModules] = WeakKeyDictionary()
-        self._cut: Cut | None = None
-        """What `split_sequences` has cut at the moment."""
-        self._first_passes: MutableMapping[nn.Module, FirstPass] = WeakKeyDictionary()
+        self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+        self._split_buffers: SplitBuffers | None = None
+        """The buffers that `split_sequences` has sharded at the moment."""
+        self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = mesh.size("cp") > 1
 
-    # --- who shares what --------------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------------------------
 
     @property
     def num_data_ranks(self) -> int:
-        """Return how many processes see different samples."""
+        """Return the number of processes that see different samples."""
         return self.mesh.num_data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Return this process's number among them."""
+        """Return this process's rank among those that see different samples."""
         return self.mesh.data_rank
 
     @property
@@ -76,7 +76,7 @@ class MeshParallel(Strategy):
 
     @property
     def num_gradient_shares(self) -> int:
-        """Return over how many processes gradients are averaged."""
+        """Return the number of processes that gradients are averaged over."""
         return self.mesh.num_token_ranks
 
     @property
@@ -87,57 +87,57 @@ class MeshParallel(Strategy):
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> None:
-        """Leave the model where it is: what is sharded is moved unit by unit, and never whole."""
+        """Leave a model in place if it is sharded: its units are moved one by one."""
         if self.mesh.sharding is None:
             super()._place(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split, recompute and shard a model in place, as far as each was asked for."""
-        model = self._spread(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
-        self._wait_for_first_pass(model)
+        """Apply tensor parallelism, activation checkpointing and sharding in place, each if configured."""
+        model = self._parallelize(model, self.steps or Steps(recompute=self.recompute, shard=self.shard))
+        self._register_position_check(model)
         return model
 
-    def _wait_for_first_pass(self, model: nn.Module) -> None:
-        """Check how a model treats positions; after sharding, whose hooks must not run before this one."""
+    def _register_position_check(self, model: nn.Module) -> None:
+        """Check how a model treats positions. Register it after sharding, so that this hook runs first."""
         if self.mesh.size("cp") > 1:
-            self._first_passes[model] = FirstPass(model, lambda: self._cut, self.gradient_group)
+            self._position_checks[model] = PositionCheck(model, lambda: self._split_buffers, self.gradient_group)
 
-    def _spread(self, model: nn.Module, steps: Steps) -> nn.Module:
+    def _parallelize(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
         tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
         require_plain(model, tp)
         if self.mesh.size("cp") > 1:
             require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
-            require_torchs_attention(model)
+            require_sdpa(model)
         if tp is not None:
             split_layers(model, self.mesh.config.tp_plan, tp)
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
         if self.mesh.sharding is not None:
             model = steps.shard(model)
-        self._follow(before, model)
+        self._record_successors(before, model)
         return model
 
-    def _follow(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
-        """Note which parameters have taken the places of others."""
+    def _record_successors(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+        """Record which parameters were replaced by new ones."""
         for name, param in model.named_parameters(remove_duplicate=False):
             old = before.get(own_name(name))
             if old is not None and old is not param:
                 self._successors[old] = param
 
     def recompute(self, model: nn.Module) -> nn.Module:
-        """Let the units of a model forget their activations, and compute them again in the backward pass."""
+        """Apply activation checkpointing to the units of a model."""
         return self._recompute(model, units_of(model, self.plugin))
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Shard a model in place."""
         before = dict(model.named_parameters(remove_duplicate=False))
         self._shard(model, units_of(model, self.plugin))
-        self._follow(before, model)
+        self._record_successors(before, model)
         return model
 
     def _steps_over(self, units: list[nn.Module]) -> Steps:
-        """Return the steps of a model whose units are known."""
+        """Return the steps for a model with these units."""
         return Steps(
             recompute=lambda model: self._recompute(model, units), shard=lambda model: self._shard(model, units)
         )
@@ -149,19 +149,13 @@ class MeshParallel(Strategy):
                 "transformer_cls_names_to_wrap."
             )
         for unit in units:
-            unit.forward = Recomputed(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
+            unit.forward = CheckpointedForward(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
         return model
 
     def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         plugin = self.plugin
         ignored = ignored_modules(model, plugin)
-        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
-        policy = plugin.mixed_precision_policy
-        inner = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
-        outer = {} if policy is None else {"mp_policy": policy}
-        inner["reshard_after_forward"] = plugin.reshard_after_forward
-        # The backward pass begins with the outermost unit: freeing it would only mean to gather it again at once.
-        outer["reshard_after_forward"] = None if plugin.reshard_after_forward is True else plugin.reshard_after_forward
+        inner, outer = self._unit_options()
         from_first = bool(plugin.cpu_ram_efficient_loading)
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
@@ -170,21 +164,37 @@ class MeshParallel(Strategy):
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
-            options["ignored_params"] = set(parameters_in(ignored)) or None  # new ones, where it had no weights before
-            fully_shard(unit, **options, **(outer if unit is model else inner))
+            ignored_params = set(parameters_in(ignored)) or None  # materialising makes new ones
+            fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
-            model.register_forward_hook(_reshard_where_no_backward_follows)
+            model.register_forward_hook(_reshard_without_backward)
         if from_first:
-            materialising.load_from_first(model, state, self.runtime.device, offload=plugin.offloads)
-        kept_whole = parameters_in(ignored)
-        for param in kept_whole:
-            param.data = param.data.to(self.runtime.device)
-        if kept_whole:
-            self._whole_modules[model] = WholeModules(kept_whole, self.gradient_group, self.runtime.device)
+            materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
+        self._keep_unsharded(model, parameters_in(ignored))
         if self.mesh.size("dp_replicate") > 1 and not from_first:
             shards = [param for param in model.parameters() if mesh_of(param) is not None]
-            begin_equal(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
+            broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
         return model
+
+    def _unit_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of `fully_shard` for the units of a model, and for the model itself."""
+        reshard = self.plugin.reshard_after_forward
+        policy = self.plugin.mixed_precision_policy
+        options: dict[str, Any] = {"mesh": self.mesh.sharding, "offload_policy": self._offload_policy()}
+        inner = {**options, "reshard_after_forward": reshard}
+        # The backward pass starts with the outermost unit: it would be gathered again right after it was freed.
+        outer = {**options, "reshard_after_forward": None if reshard is True else reshard}
+        if policy is not None:
+            inner["mp_policy"] = replace(policy, output_dtype=None)
+            outer["mp_policy"] = policy
+        return inner, outer
+
+    def _keep_unsharded(self, model: nn.Module, params: list[nn.Parameter]) -> None:
+        """Move unsharded parameters to the device, and average their gradients."""
+        for param in params:
+            param.data = param.data.to(self.runtime.device)
+        if params:
+            self._unsharded[model] = UnshardedParameters(params, self.gradient_group, self.runtime.device)
 
     def _offload_policy(self) -> Any:
         policy = self.plugin.cpu_offload
@@ -195,34 +205,34 @@ class MeshParallel(Strategy):
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         super()._rebind(optimizer)
         params = params_of(optimizer)
-        for param in params:  # an optimizer that has stepped before: its moments are spread like its parameters
+        for param in params:  # an optimizer that has stepped before: shard its moments like its parameters
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
-                    optimizer.state[param][name] = spread_like(value, param)
+                    optimizer.state[param][name] = distribute_like(value, param)
         if len({mesh_of(param) for param in params}) > 1:
-            for group in optimizer.param_groups:  # torch's multi-tensor kernels take one mesh at a time
+            for group in optimizer.param_groups:  # torch's foreach kernels take one mesh at a time
                 if "foreach" in group:
                     group["foreach"] = False
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients whole and unreduced inside the context."""
-        return self._synchronising(model, False)
+        """Keep gradients unsharded and unreduced inside the context."""
+        return self._gradient_sync(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`."""
-        return self._synchronising(model, True)
+        return self._gradient_sync(model, True)
 
     @contextmanager
-    def _synchronising(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
+    def _gradient_sync(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
         if not isinstance(model, FSDPModule):
             yield
             return
-        beside = self._whole_modules.get(model)
+        unsharded = self._unsharded.get(model)
         model.set_requires_gradient_sync(synchronises)
         try:
-            with nullcontext() if beside is None else beside.averaging(synchronises):
+            with nullcontext() if unsharded is None else unsharded.averaging(synchronises):
                 yield
         finally:
             model.set_requires_gradient_sync(True)
@@ -230,33 +240,33 @@ class MeshParallel(Strategy):
     def split_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
     ) -> AbstractContextManager[object]:
-        """Return a context in which every process has a part of each sequence, where there is an axis for it."""
+        """Return a context in which sequences are sharded over the `cp` axis, if there is one."""
         handler = self.mesh.config.cp_handler
         if self.mesh.size("cp") == 1 or handler is None:
             return nullcontext()
-        return self._noting(
+        return self._recording(
             [(buffer, dim % buffer.dim()) for buffer, dim in zip(buffers, dims, strict=False)],
             split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore),
         )
 
     @contextmanager
-    def _noting(self, cut: Cut, splitting: AbstractContextManager[None]) -> Iterator[None]:
+    def _recording(self, buffers: SplitBuffers, splitting: AbstractContextManager[None]) -> Iterator[None]:
         with splitting:
-            self._cut = cut
+            self._split_buffers = buffers
             try:
                 yield
             finally:
-                self._cut = None
+                self._split_buffers = None
 
-    def look_at_mean(self, loss: Tensor) -> None:
-        """Say once, at the script's line, that the parts of a sequence are means over different numbers of items."""
-        if not self._compares_means or self._cut is None:
+    def check_mean_loss(self, loss: Tensor) -> None:
+        """Warn once, at the script's line, if shards of a sequence average over different numbers of items."""
+        if not self._compares_means or self._split_buffers is None:
             return
-        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MOST_DIVISORS]
-        counts = torch.tensor(found + [0.0] * (_MOST_DIVISORS - len(found)), device=self.runtime.device)
+        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MAX_DIVISORS]
+        counts = torch.tensor(found + [0.0] * (_MAX_DIVISORS - len(found)), device=self.runtime.device)
         extremes = torch.cat([counts, -counts])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.mesh.axis("cp").get_group())
-        most, least = (part.tolist() for part in (extremes[:_MOST_DIVISORS], -extremes[_MOST_DIVISORS:]))
+        most, least = (part.tolist() for part in (extremes[:_MAX_DIVISORS], -extremes[_MAX_DIVISORS:]))
         for high, low in zip(most, least, strict=True):
             if high != low:
                 self._compares_means = False
@@ -268,7 +278,7 @@ class MeshParallel(Strategy):
                 return
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-        """Scale gradients by their norm over all shards; return the norm they had."""
+        """Clip gradients by their norm over all shards; return the norm before clipping."""
         params = self.current(parameters)
         given = [params] if isinstance(params, Tensor) else list(params)
         by_mesh: dict[Any, list[Tensor]] = {}
@@ -285,18 +295,18 @@ class MeshParallel(Strategy):
         return total
 
     def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of everything from the norms of its parts."""
+        """Return the total norm from the norms of the parts."""
         return norms[0] if len(norms) == 1 else norm_of(norms, norm_type).to(self.runtime.device)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part."""
+        """Return whether every process saves its own shard."""
         return self.plugin.saves_shards
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Gather a model's state on the main process, one tensor after the other; the others get an empty one."""
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Gather a model's state on the main process, one tensor at a time; other processes get an empty dict."""
         state = gathered(model.state_dict())
         if not self.runtime.is_main_process:
             return {}
@@ -307,17 +317,17 @@ def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of norms."""
     if not norms:
         return torch.zeros(())
-    together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return together.max() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
 
 
-def _reshard_where_no_backward_follows(model: nn.Module, inputs: Any, output: Any) -> None:
+def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         cast(FSDPModule, model).reshard()
 
 
-class Recomputed:
-    """A forward pass that keeps its inputs only, on the host if asked to, and runs again in the backward pass."""
+class CheckpointedForward:
+    """An activation-checkpointed forward pass: only its inputs are saved, on the host if `offload`."""
 
     def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
         self.forward = forward
@@ -327,13 +337,13 @@ class Recomputed:
         """Run the forward pass."""
         if not self.offload:
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        # torch saves positional inputs only. Masks and positions stay where they are: the units share them.
+        # torch saves positional inputs only. Masks and positions are not offloaded: the units share them.
         moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
         kept = {name: value for name, value in kwargs.items() if name not in moved}
 
         def forward(*values: Any) -> Any:
             return self.forward(*values[: len(args)], **dict(zip(moved, values[len(args) :], strict=True)), **kept)
 
-        # Around the checkpoint and not inside it, where what the unit computes would be saved as well.
+        # Around the checkpoint, not inside it, where the intermediate activations would be saved as well.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
             return checkpoint(forward, *args, *moved.values(), use_reentrant=False)

@@ -1,8 +1,8 @@
-"""Average the gradients that no engine reduces: of modules that stay whole beside sharded ones, or on demand.
+"""Average gradients that no engine reduces: those of unsharded modules in a sharded model, or on demand.
 
-[Note: averaging twice] An average over processes is linear, and a gradient that is equal on all of them is its own
-average. So a gradient may be averaged again after more was added to it: accumulation needs no record of what has been
-averaged already.
+[Note: averaging twice] Averaging over processes is linear, and a gradient that is equal on all processes is its own
+average. So a gradient may be averaged again after more was added to it, and accumulation need not track what has been
+averaged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from .dtensors import local, part_of
+from .dtensors import dtensor_like, local
 
 _BUCKET = 25_000_000
-"""Elements that travel in one all-reduce: enough to use the network, few enough to copy."""
+"""Elements per all-reduce: enough to use the bandwidth, few enough to copy."""
 
 
 @torch.no_grad()
 def average_gradients(params: Iterable[Tensor], group: Any = None) -> None:
     """Average gradients over a group of processes, in as few collectives as possible.
 
-    A parameter that only some processes used has a gradient of zero on the others; one that nobody used stays without.
+    A parameter that only some processes used has a zero gradient on the others; one that no process used gets none.
     """
     by_form: dict[Any, list[Tensor]] = {}
     for param in params:
@@ -65,7 +65,7 @@ def _average_bucket(params: Sequence[Tensor], group: Any) -> None:
         if gradient is not None:
             gradient.copy_(average.view_as(gradient))
         elif users > 0:
-            param.grad = part_of(param, average.view_as(local(param)).clone())
+            param.grad = dtensor_like(param, average.view_as(local(param)).clone())
 
 
 def _averaged(tensor: Tensor, group: Any) -> Tensor:
@@ -75,28 +75,28 @@ def _averaged(tensor: Tensor, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def begin_equal(params: Iterable[Tensor], group: Any, device: torch.device) -> None:
-    """Give every process of a group the values that the first one has."""
+def broadcast_parameters(params: Iterable[Tensor], group: Any, device: torch.device) -> None:
+    """Broadcast parameters from the first rank of a group."""
     for param in params:
-        for tensor in _memories(local(param.detach())):
-            value = tensor.to(device)  # it may wait on the host, where not every group works
+        for tensor in _inner_tensors(local(param.detach())):
+            value = tensor.to(device)  # it may be offloaded to the host, where not every backend works
             dist.broadcast(value, group=group, group_src=0)
             tensor.copy_(value)
 
 
-def _memories(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of which a quantised one consists."""
+def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors inside a tensor subclass, such as a quantised one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _memories(getattr(tensor, name))
+        yield from _inner_tensors(getattr(tensor, name))
 
 
-class WholeModules:
-    """The parameters of modules that stay whole beside sharded ones: equal at first, and kept equal.
+class UnshardedParameters:
+    """Unsharded parameters of a sharded model: broadcast once, and kept equal by averaging gradients.
 
-    Their gradients are averaged at the end of every backward pass that reaches one of them, unless that is put off. See
+    Gradients are averaged at the end of every backward pass that reaches one of them, unless deferred. See
     [Note: averaging twice].
     """
 
@@ -105,19 +105,19 @@ class WholeModules:
         self.group = group
         self._averages = True
         self._is_due = False
-        begin_equal(self.params, group, device)
+        broadcast_parameters(self.params, group, device)
         for param in self.params:
             if not param.is_floating_point() and not param.is_complex():
                 continue  # quantised: it will never train
             trains = param.requires_grad
-            param.requires_grad_(True)  # frozen ones may train later, and a hook wants to be asked for now
-            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            param.requires_grad_(True)  # a hook needs it, and frozen parameters may be trained later
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             param.requires_grad_(trains)
 
-    def _note(self, param: Tensor) -> None:
+    def _on_gradient(self, param: Tensor) -> None:
         if self._averages:
             self._is_due = True
-            # By every parameter: the mark may be left over from a backward pass that failed.
+            # For every parameter: the flag may be left over from a failed backward pass.
             Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
@@ -127,7 +127,7 @@ class WholeModules:
 
     @contextmanager
     def averaging(self, averages: bool) -> Iterator[None]:
-        """Average gradients in the backward passes inside the context, or leave them as they are."""
+        """Enable or disable averaging for the backward passes inside the context."""
         before, self._averages = self._averages, averages
         try:
             yield

@@ -1,4 +1,4 @@
-"""From a tensor that is spread over processes to a whole one, and back."""
+"""Convert between DTensors and full tensors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from ...runtime.collectives.operations import mesh_of, whole
 
-__all__ = ["gathered", "is_spread", "local", "mesh_of", "part_of", "require_plain", "spread_like", "whole"]
+__all__ = ["any_dtensor", "distribute_like", "dtensor_like", "gathered", "local", "mesh_of", "require_plain", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part, or the tensor itself where it is whole."""
+    """Return the local shard of a DTensor, or a plain tensor itself."""
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
-def is_spread(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether any of these lives on more than one process."""
+def any_dtensor(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of these is a DTensor."""
     return any(mesh_of(tensor) is not None for tensor in tensors)
 
 
 def require_plain(model: nn.Module, tp: Any = None) -> None:
-    """Refuse a model that somebody has spread before; one whose layers are split over `tp`, the axis, is welcome."""
+    """Refuse a model that is already sharded; layers split over the axis `tp` are accepted."""
     kind = type(model).__name__
     if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
         raise ValueError(
@@ -46,9 +46,9 @@ def require_plain(model: nn.Module, tp: Any = None) -> None:
 
 
 def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state with whole tensors on the first process; the others take part, and keep only what is whole anyway.
+    """Gather a state on rank 0. Collective; the other ranks get None for every DTensor.
 
-    One tensor after the other, so that no process but the first ever holds more than one of them.
+    Tensors are gathered one by one, so that only rank 0 ever holds more than one of them.
     """
     result = dict(state)
     for name, value in state.items():
@@ -60,8 +60,8 @@ def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-def part_of(tensor: Tensor, own: Tensor) -> Tensor:
-    """Return a tensor that is spread like this one, of which this process holds `own`."""
+def dtensor_like(tensor: Tensor, own: Tensor) -> Tensor:
+    """Return a DTensor with the spec of `tensor` and the local shard `own`."""
     if mesh_of(tensor) is None:
         return own
     from torch.distributed.tensor import DTensor
@@ -70,8 +70,8 @@ def part_of(tensor: Tensor, own: Tensor) -> Tensor:
     return DTensor(own, spread._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return this process's part of a whole tensor, as `like` is spread; every process has the whole one already."""
+def distribute_like(value: Tensor, like: Tensor) -> Tensor:
+    """Distribute a full tensor with the placements of `like`. Every process must hold the full tensor."""
     if mesh_of(like) is None or mesh_of(value) is not None:
         return value
     from torch.distributed.tensor import distribute_tensor

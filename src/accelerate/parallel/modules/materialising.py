@@ -1,4 +1,4 @@
-"""Give weights to a model that was made without them, once it is sharded: no process ever holds all of them."""
+"""Materialise models made on the meta device while they are sharded, so that no process holds all weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...runtime.modules import owner_of, tied_names
-from .dtensors import local, spread_like
+from .dtensors import distribute_like, local
 
 
 class Ties:
-    """Which names stand for one and the same parameter."""
+    """The groups of names that share one parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = tied_names(model.named_parameters(remove_duplicate=False))
 
     def restore(self, model: nn.Module) -> None:
-        """Make them one again, after every module was given a parameter of its own."""
+        """Tie the parameters again after every module got its own."""
         for first, *others in self.groups:
             param = model.get_parameter(first)
             for name in others:
@@ -29,14 +29,14 @@ class Ties:
 
 
 def has_no_weights(model: nn.Module) -> bool:
-    """Tell whether a model was made on the meta device."""
+    """Return whether any parameter is on the meta device."""
     return any(param.is_meta for param in model.parameters())
 
 
 def initialise(module: nn.Module, device: torch.device, initialise_one: Callable[[nn.Module], None] | None) -> None:
-    """Give the meta parameters directly in a unit memory and first values, and rank 0's values to every process.
+    """Allocate and initialise the meta tensors of a unit, and broadcast them from rank 0.
 
-    Called for one unit after the other, before it is sharded, so that one unit at a time is whole.
+    Call it for each unit right before it is sharded, so that only one unit at a time is unsharded.
     """
     owners = [child for child in module.modules() if any(p.is_meta for p in _own_tensors(child))]
     for child in owners:
@@ -66,20 +66,20 @@ def initialise(module: nn.Module, device: torch.device, initialise_one: Callable
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor, full of what nobody initialises with."""
+    """Allocate a tensor, filled with a sentinel that no initialisation uses."""
     empty = torch.empty_like(tensor, device=device)
-    mark = _mark(tensor.dtype)
+    mark = _sentinel(tensor.dtype)
     return empty if mark is None else empty.fill_(mark)
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    mark = _mark(tensor.dtype)
+    mark = _sentinel(tensor.dtype)
     if mark is None or tensor.numel() == 0:
         return False
     return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
 
 
-def _mark(dtype: torch.dtype) -> float | None:
+def _sentinel(dtype: torch.dtype) -> float | None:
     if dtype.is_floating_point:
         return math.nan if dtype.itemsize > 1 else None
     return None if dtype.is_complex or dtype == torch.bool else torch.iinfo(dtype).min
@@ -91,7 +91,7 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def to_meta(model: nn.Module) -> dict[str, Any]:
-    """Take all weights out of a model, and return what it held on the first process; buffers stay where they are."""
+    """Move all parameters to the meta device, and return the state that rank 0 held. Buffers are not moved."""
     held = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()} if dist.get_rank() == 0 else {}
     ties = Ties(model)
     for module in model.modules():
@@ -103,10 +103,10 @@ def to_meta(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
-    """Give every process its shards of the parameters that the first one holds, and all of its buffers.
+def load_from_rank_zero(model: nn.Module, held: dict[str, Any], device: torch.device, *, offload: bool) -> None:
+    """Distribute the parameters and buffers that rank 0 holds to all processes.
 
-    Buffers that are not saved count too: nothing else would fill those of a model that was made on the meta device.
+    This includes non-persistent buffers, which nothing else would fill after a model was made on the meta device.
     """
     ties = Ties(model)
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -119,9 +119,9 @@ def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     forms = {name: (tensor.shape, tensor.dtype) for name, tensor in targets.items()}
     extra = {name: value for name, value in held.items() if not isinstance(value, Tensor)}
-    told = [forms, extra]
-    dist.broadcast_object_list(told, src=0, device=device)
-    [first_forms, extra] = told
+    payload = [forms, extra]
+    dist.broadcast_object_list(payload, src=0, device=device)
+    [first_forms, extra] = payload
     objections: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(objections, None if forms == first_forms else _difference(forms, first_forms))
     if any(objections):
@@ -129,7 +129,7 @@ def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device
     for name, target in targets.items():
         value = held[name].to(device) if held else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(value, src=0)
-        local(target).copy_(local(spread_like(value, target)))
+        local(target).copy_(local(distribute_like(value, target)))
     if extra:
         model.load_state_dict(extra, strict=False)
 
@@ -137,11 +137,11 @@ def load_from_first(model: nn.Module, held: dict[str, Any], device: torch.device
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str:
     name = next(name for name in {**first, **own} if own.get(name) != first.get(name))
 
-    def told(form: Any) -> str:
+    def described(form: Any) -> str:
         return "missing" if form is None else f"{tuple(form[0])} of {form[1]}"
 
     return (
         "cpu_ram_efficient_loading gives every process what the model holds on process 0, and on process "
-        f"{dist.get_rank()} it is another model: {name} is {told(own.get(name))}, and on process 0 "
-        f"{told(first.get(name))}. Make the same model on every process, with the same weights tied."
+        f"{dist.get_rank()} it is another model: {name} is {described(own.get(name))}, and on process 0 "
+        f"{described(first.get(name))}. Make the same model on every process, with the same weights tied."
     )

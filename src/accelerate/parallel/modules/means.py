@@ -1,7 +1,7 @@
-"""Over how many items a loss is a mean: the operation that made it tells.
+"""Find the number of items that a loss averages over, from its autograd graph.
 
-A mean of means is the mean of everything only where every part has as many items. Losses over padded labels have not.
-The parts meet in a pipeline (micro-batches) and in context parallelism (pieces of sequences).
+A mean of means is the overall mean only if every part has the same number of items, which losses over padded labels do
+not have. The parts are micro-batches in a pipeline, and shards of sequences in context parallelism.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-_MOST_NODES = 32
+_MAX_NODES = 32
 _MEAN, _SUM = 1, 2  # torch's codes for the reduction of a loss
 
 
 def divisors_of(loss: Tensor) -> list[Any]:
-    """Return the numbers that a loss, or the losses that it is a sum of, were divided by: tensors or plain numbers."""
+    """Return the divisors of a loss, or of the losses that it sums: tensors or plain numbers."""
     found: list[Any] = []
     waiting = [loss.grad_fn]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not waiting:
             break
         node = waiting.pop(0)
         if node is None or any(len(output.shape) for output in node._input_metadata):
-            continue  # not a single number: what is below was not averaged yet
+            continue  # not a scalar: what is below was not averaged yet
         divisor = _divisor(node)
         if divisor is None:
             waiting += [below for below, _ in node.next_functions]
@@ -33,7 +33,7 @@ def divisors_of(loss: Tensor) -> list[Any]:
 
 
 def is_sum(loss: Tensor) -> bool:
-    """Tell whether a loss is a plain sum over its items."""
+    """Return whether a loss is a sum over its items."""
     node: Any = loss.grad_fn
     return node is not None and (node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
 

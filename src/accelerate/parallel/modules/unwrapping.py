@@ -1,4 +1,4 @@
-"""The way back from a prepared model to the user's own."""
+"""Unwrap prepared models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def own_name(name: str) -> str:
 
 
 def _wrappers() -> tuple[type[nn.Module], ...]:
-    """Return the classes whose instances hold the user's model in `module`; DeepSpeed's only where it is loaded."""
+    """Return the wrapper classes with the user's model in `module`; DeepSpeed's only if it is imported."""
     engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
     return _PARALLEL_WRAPPERS if engine is None else (*_PARALLEL_WRAPPERS, engine)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Tell whether this is what `torch.compile` returned for a module."""
+    """Return whether this is what `torch.compile` returned for a module."""
     return hasattr(module, "_orig_mod")
 
 
@@ -37,10 +37,10 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """Return the user's model from under parallel wrappers.
+    """Return the user's model without parallel wrappers.
 
-    `keep_fp32_wrapper=False` also gives the model its own forward back, without autocast; `keep_torch_compile=False`
-    returns the module that was compiled; `recursive` also looks inside the model's children.
+    `keep_fp32_wrapper=False` also restores the model's own forward, without autocast. `keep_torch_compile=False`
+    returns the module that was compiled. `recursive` also unwraps the model's children.
     """
     compiled = None
     if is_compiled_module(model):
@@ -56,12 +56,12 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         remove_forward_wrapper(model)
     if keep_torch_compile and compiled is not None:
-        # What was compiled may be the parallel wrapper, which goes on training: it is not changed.
+        # The parallel wrapper may be what was compiled, and is still used for training: do not change it.
         return compiled if compiled._orig_mod is model else type(compiled)(model, compiled.dynamo_ctx)
     return model
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Tell whether a model is one of peft's, which is only so if peft was imported."""
+    """Return whether a model is a `PeftModel`, without importing peft."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

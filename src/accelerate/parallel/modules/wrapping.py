@@ -1,4 +1,4 @@
-"""Which modules of a model become units: gathered, computed and freed one after the other."""
+"""Choose the FSDP units of a model: modules that are gathered, computed and freed one by one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DEFAULT_SIZE = 100_000_000
 
 
 def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the units inside a model, inner ones before outer ones; the model itself is always one more.
+    """Return the units inside a model, inner before outer. The model itself is always one more.
 
-    Two units may not share a weight, because it would be gathered for the one and freed under the other: such modules
-    stay with the model.
+    Units must not share a weight, because one would free it while the other uses it. Such modules are sharded with the
+    model.
     """
     wanted = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    chosen = [module for module in _inside_out(model) if module is not model and wanted(module)]
+    chosen = [module for module in _post_order(model) if module is not model and wanted(module)]
     tied = _modules_with_shared_weights(model, chosen)
     if tied:
         names = {id(module): name for name, module in model.named_modules()}
@@ -35,9 +35,9 @@ def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool]:
-    """Return a function that tells which modules of a model the plugin makes units.
+    """Return a predicate for the modules that the plugin makes units.
 
-    It has its published name, because other libraries overwrite it.
+    It keeps its published name because other libraries replace it.
     """
     plugin = fsdp2_plugin
     policy = plugin.auto_wrap_policy
@@ -64,7 +64,7 @@ def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
     paths = {id(module): path for path, module in model.named_modules()}
 
     def is_named(module: nn.Module, name: str) -> bool:
-        return type(module).__name__ == name or is_called(paths[id(module)], name)
+        return type(module).__name__ == name or matches_pattern(paths[id(module)], name)
 
     missing = [name for name in names if not any(is_named(module, name) for module in model.modules())]
     if len(missing) == len(names):
@@ -75,17 +75,17 @@ def _by_name(model: nn.Module, names: list[str]) -> Callable[[nn.Module], bool]:
     return lambda module: any(is_named(module, name) for name in names)
 
 
-def is_called(path: str, pattern: str) -> bool:
-    """Tell whether a module's name fits a pattern, in which `*` stands for one step of the way: `blocks.*.up`."""
+def matches_pattern(path: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern such as `blocks.*.up`, in which `*` is one component."""
     steps, wanted = path.split("."), pattern.split(".")
     return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
 
 
 def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
-    """Take modules from the inside out once what is not yet in a unit is large enough."""
+    """Choose modules in post-order whose parameters outside of other units are large enough."""
     taken: set[int] = set()
     units: set[int] = set()
-    for module in _inside_out(model):
+    for module in _post_order(model):
         own = {id(param): param.numel() for param in module.parameters() if id(param) not in taken}
         if sum(own.values()) >= smallest:
             units.add(id(module))
@@ -94,7 +94,7 @@ def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
 
 
 def blocks_in_lists(model: nn.Module) -> list[nn.Module]:
-    """Return the modules, themselves made of modules, of whose class a list inside the model holds several."""
+    """Return the composite modules whose class occurs several times in a list inside the model."""
     found: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -110,7 +110,7 @@ def repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the modules that are to stay whole."""
+    """Return the modules that are not sharded."""
     ignored = plugin.ignored_modules
     if ignored is None:
         return []
@@ -124,7 +124,7 @@ def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) ->
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that modules have now, each once and in an order that all processes share."""
+    """Return the current parameters of modules, without duplicates, in the same order on all processes."""
     return list(dict.fromkeys(param for module in modules for param in module.parameters()))
 
 
@@ -142,7 +142,7 @@ def _modules_with_shared_weights(model: nn.Module, units: list[nn.Module]) -> li
     return shared
 
 
-def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     seen: set[int] = set()
 
     def walk(current: nn.Module) -> Iterator[nn.Module]:

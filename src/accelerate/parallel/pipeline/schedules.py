@@ -17,72 +17,72 @@ from ...runtime.collectives.nested import TensorInformation, leaves, named_leave
 from ..base import Batch
 from ..modules.dtensors import whole
 from ..modules.means import divisors_of, is_sum
-from .cutting import CannotCutError, Division, require_use_where_given
+from .cutting import CannotCutError, Partition, require_use_in_own_stage
 from .stages import StageView
-from .surveying import Handover, Skeleton, Survey
+from .surveying import MetaModel, StageBoundary, Survey
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-_MOST_PLANS, _MOST_SURVEYS = 8, 256
-"""A plan holds buffers to receive into, and is quickly made; a survey holds a few numbers, and takes a forward pass."""
+_MAX_PLANS, _MAX_SURVEYS = 8, 256
+"""A plan holds receive buffers and is cheap to make; a survey holds little and costs a forward pass."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Pipeline:
-    """All stages of one model: what the user's model becomes when it is called."""
+    """The stages of one model on this process; it replaces the forward of the user's model."""
 
     def __init__(
         self,
         views: list[StageView],
-        division: Division,
-        skeleton: Skeleton,
+        partition: Partition,
+        meta_model: MetaModel,
         config: PipelineConfig,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self.views = views
         self.reduces = True
-        """Whether the gradients of the next batch are averaged over data-parallel processes."""
+        """Whether the gradients of the next batch are averaged over data-parallel ranks."""
         self.config = config
         self.group = group
         self.device = device
         self.microbatches = config.microbatches_for(group.size())
-        self._division = division
-        self._skeleton = skeleton
-        self.names = list(skeleton.model.state_dict())
-        """The names in the state of the whole model, in its order."""
+        self._partition = partition
+        self._meta_model = meta_model
+        self.names = list(meta_model.model.state_dict())
+        """The names in the full state dict, in its order."""
         self._plans: dict[Any, _Plan] = {}
         self._surveys: dict[Any, Survey] = {}
         self._compares_means = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs on every process of the pipeline; for evaluation only."""
+        """Return the model's outputs on every rank of the pipeline; for evaluation only."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "This model is cut into the stages of a pipeline, so that calling it gives nothing to compute a loss "
                 "from. To train: loss = accelerator.forward_backward(model, x, target=y, loss_fn=loss_fn). To "
                 "evaluate: with torch.no_grad(): outputs = model(x)."
             )
-        return self.from_last(self.evaluate(*args, **kwargs))
+        return self.broadcast_from_last(self.evaluate(*args, **kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs on the last process of the pipeline, and None on the others."""
+        """Return the model's outputs on the last rank of the pipeline, and None on the others."""
         rows = _rows((args, kwargs))
         parts = self.microbatches if rows % self.microbatches == 0 else 1
         outputs: list[Any] = []
         with torch.no_grad():
             calls = _cut((args, kwargs), rows, parts)
             self._run(calls, lambda index, output: outputs.append(output), training=False)
-        return _joined(outputs, rows // parts) if outputs else None
+        return _merged(outputs, rows // parts) if outputs else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied: a copy of one process's stages would run nowhere."""
+        """Raise: a copy of one process's stages could not run."""
         raise TypeError(
             "A model that is cut into the stages of a pipeline cannot be copied or pickled: copy its state_dict()."
         )
 
     def train(self, batch: Batch, share: Callable[[Tensor], Tensor]) -> Tensor:
-        """Compute the gradients of a batch and return its mean loss on every process of the pipeline."""
+        """Compute the gradients of a batch and return its mean loss on every rank of the pipeline."""
         call = (batch.args, batch.kwargs)
         rows = _rows(call)
         self._require_equal_parts(rows)
@@ -109,7 +109,7 @@ class Pipeline:
         return mean
 
     def _warn_of_means(self, divisors: list[list[Any]], sums: bool) -> None:
-        """Say once, at the script's line, that the mean over micro-batches is not the loss of the batch."""
+        """Warn once, at the script's line, if the mean over micro-batches is not the loss of the batch."""
         counts = sorted({tuple(float(whole(divisor)) for divisor in found) for found in divisors})
         if len(counts) < 2 and not sums:
             return
@@ -139,33 +139,35 @@ class Pipeline:
 
     def _run(self, calls: list[Call], finish: Callable[[int, Any], Any], *, training: bool) -> None:
         for view in self.views:
-            view.follow()
+            view.sync_from_model()
         plan = self._plan(calls, training)
-        plan.tell_stages()
+        plan.bind_boundaries()
         for stage in plan.stages:
             stage.calls, stage.reduces = calls, self.reduces
         plan.finish = finish
-        numbers = torch.arange(len(calls))  # what the schedule cuts and passes on; a stage looks its part up by number
+        numbers = torch.arange(
+            len(calls)
+        )  # the schedule splits and passes these; a stage looks up its inputs by number
         try:
             plan.schedule.step(numbers=numbers, target=numbers if training else None, return_outputs=False)
         finally:
-            plan.forget()
-        self.views[-1].lead()
+            plan.release()
+        self.views[-1].sync_to_model()
 
     def _plan(self, calls: list[Call], training: bool) -> _Plan:
-        """Return stages and schedule for micro-batches of this shape, made on first use."""
-        form = (self.views[0].module.training, *(_form(name, leaf) for name, leaf in named_leaves(calls[0])))
+        """Return the cached stages and schedule for micro-batches of this shape."""
+        form = (self.views[0].module.training, *(_shape_key(name, leaf) for name, leaf in named_leaves(calls[0])))
         key = (training, len(calls), form)
         if key not in self._plans:
-            _make_room(self._plans, _MOST_PLANS)
+            _evict_oldest(self._plans, _MAX_PLANS)
             self._plans[key] = _Plan(self, self._survey(form, calls[0]), len(calls), training)
         return self._plans[key]
 
     def _survey(self, form: Any, call: Call) -> Survey:
         if form not in self._surveys:
-            _make_room(self._surveys, _MOST_SURVEYS)
-            survey = self._skeleton.survey(*call, training=self.views[0].module.training)
-            require_use_where_given(self._division, survey.uses)
+            _evict_oldest(self._surveys, _MAX_SURVEYS)
+            survey = self._meta_model.survey(*call, training=self.views[0].module.training)
+            require_use_in_own_stage(self._partition, survey.uses)
             if survey.changes and len(self.views) > 1:
                 raise CannotCutError(
                     f"The forward pass changes {', '.join(survey.changes)}, and a process with {len(self.views)} "
@@ -175,8 +177,8 @@ class Pipeline:
             self._surveys[form] = survey
         return self._surveys[form]
 
-    def from_last(self, outputs: Any) -> Any:
-        """Give every process of the pipeline the outputs of the last."""
+    def broadcast_from_last(self, outputs: Any) -> Any:
+        """Broadcast the outputs of the last rank to every rank of the pipeline."""
         last = self.group.size() - 1
         forms: list[Any] = [recursively_apply(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), outputs)]
         dist.broadcast_object_list(forms, group=self.group, group_src=last)
@@ -216,19 +218,19 @@ class _Plan:
             scale_grads=False,
         )
 
-    def tell_stages(self) -> None:
-        """Tell the stages what they receive and hand over."""
+    def bind_boundaries(self) -> None:
+        """Set the boundaries of this plan on the stage views."""
         for stage in self.stages:
-            stage.view.receives, stage.view.hands_over = stage.received, stage.handed
+            stage.view.input_boundary, stage.view.output_boundary = stage.input_boundary, stage.output_boundary
 
     def _finish(self, tensors: tuple[Tensor, ...], number: Tensor) -> Any:
-        """Hand the last stage's outputs, as the model returned them, to who asked for them."""
+        """Pass the last stage's outputs, in the model's own structure, to the callback."""
         assert self.finish is not None
         given = iter(tensors)
         return self.finish(int(number), recursively_apply(lambda _: next(given), self._last.output))
 
-    def forget(self) -> None:
-        """Let go of the batch."""
+    def release(self) -> None:
+        """Release the references to the batch."""
         self.finish = None
         self._last.output = None
         for stage in self.stages:
@@ -236,7 +238,7 @@ class _Plan:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, that looks the model's inputs up by number, and reduces gradients only when it may."""
+    """torch's stage; it looks up the model's inputs by micro-batch number, and reduces gradients only if asked."""
 
     def __init__(
         self,
@@ -251,25 +253,25 @@ class _Stage(PipelineStage):
         self.calls: list[Call] = []
         self.reduces = True
         self._finish = finish
-        self.received = survey.handovers[view.index - 1] if view.index else Handover()
-        self.handed = Handover() if view.is_last else survey.handovers[view.index]
+        self.input_boundary = survey.boundaries[view.index - 1] if view.index else StageBoundary()
+        self.output_boundary = StageBoundary() if view.is_last else survey.boundaries[view.index]
         super().__init__(
             view.module,
             view.index,
-            len(survey.handovers) + 1,
+            len(survey.boundaries) + 1,
             device,
-            input_args=self.received.examples(),
-            output_args=self.handed.examples(),
+            input_args=self.input_boundary.examples(),
+            output_args=self.output_boundary.examples(),
             group=group,
         )
 
     def forward_maybe_with_nosync(self, *received: Tensor, numbers: Tensor) -> Any:
-        """Run the stage on what it received and on its own part of the model's inputs."""
+        """Run the stage on its received tensors and its micro-batch of the model's inputs."""
         outputs = self.submod(received, *self.calls[int(numbers)])
         if not self.is_last:
             return tuple(
                 _sendable(leaf, dtype, self.has_backward)
-                for leaf, (_, dtype) in zip(outputs, self.handed.forms.values(), strict=True)
+                for leaf, (_, dtype) in zip(outputs, self.output_boundary.forms.values(), strict=True)
             )
         if self._finish is not None:
             self._finish(outputs, numbers)
@@ -280,10 +282,10 @@ class _Stage(PipelineStage):
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep the gradients: shapes are known without a trial run, and a window may have begun."""
+        """Keep the gradients: shapes are known without a trial run, and gradients may be accumulating."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average gradients over data-parallel processes, unless they still accumulate or there are none."""
+        """Average gradients over data-parallel ranks, unless they still accumulate or there are none."""
         if self.has_backward and self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
         elif isinstance(self.submod, FSDPModule):
@@ -293,7 +295,7 @@ class _Stage(PipelineStage):
 
 
 def _sendable(tensor: Tensor, dtype: torch.dtype, trains: bool) -> Tensor:
-    """Return a tensor as the next stage expects it; behind frozen parameters the backward pass just ends in it."""
+    """Return a tensor as the next stage expects it. Behind frozen parameters the backward pass ends in it."""
     tensor = tensor.to(dtype).contiguous()
     if trains and dtype.is_floating_point and not tensor.requires_grad:
         return tensor.detach().requires_grad_()
@@ -301,7 +303,7 @@ def _sendable(tensor: Tensor, dtype: torch.dtype, trains: bool) -> Tensor:
 
 
 def _rows(call: Any) -> int:
-    """Return the number of samples: the length of the first tensor that has one."""
+    """Return the batch size: the length of the first tensor with a dimension."""
     for leaf in tensors_of(call):
         if leaf.dim():
             return len(leaf)
@@ -309,7 +311,7 @@ def _rows(call: Any) -> int:
 
 
 def _cut(data: Any, rows: int, parts: int) -> list[Any]:
-    """Cut every tensor that has as many rows as the batch; anything else goes with every part."""
+    """Split every tensor with as many rows as the batch; anything else is part of every micro-batch."""
     size = rows // parts
 
     def part(number: int) -> Any:
@@ -321,13 +323,13 @@ def _cut(data: Any, rows: int, parts: int) -> list[Any]:
     return [part(number) for number in range(parts)]
 
 
-def _joined(outputs: list[Any], size: int) -> Any:
-    """Put the outputs of micro-batches together: rows one after the other, single numbers averaged."""
+def _merged(outputs: list[Any], size: int) -> Any:
+    """Merge the outputs of micro-batches: rows are concatenated, scalars averaged."""
     if len(outputs) == 1:
         return outputs[0]
     parts = zip(*(leaves(output) for output in outputs), strict=True)
 
-    def joined(leaf: Any) -> Any:
+    def merged(leaf: Any) -> Any:
         own = next(parts)
         if not isinstance(leaf, Tensor):
             return leaf
@@ -335,20 +337,20 @@ def _joined(outputs: list[Any], size: int) -> Any:
             return torch.stack(own).mean() if leaf.is_floating_point() else leaf
         return torch.cat(own) if len(leaf) == size else leaf
 
-    return recursively_apply(joined, outputs[0], test_type=_is_leaf)
+    return recursively_apply(merged, outputs[0], test_type=_is_leaf)
 
 
 def _is_leaf(data: Any) -> bool:
     return leaves(data) == [data] if not isinstance(data, Tensor) else True
 
 
-def _make_room(cache: dict[Any, Any], most: int) -> None:
+def _evict_oldest(cache: dict[Any, Any], most: int) -> None:
     if len(cache) >= most:
         cache.pop(next(iter(cache)))
 
 
-def _form(name: str, leaf: Any) -> Any:
-    """Return what of an input decides about shapes further on."""
+def _shape_key(name: str, leaf: Any) -> Any:
+    """Return the cache key of an input: what determines the shapes of activations."""
     if isinstance(leaf, Tensor):
         return (name, leaf.shape, leaf.dtype)
     try:
@@ -359,9 +361,9 @@ def _form(name: str, leaf: Any) -> Any:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline that a model was cut for, or None."""
+    """Return the pipeline of a model, or None."""
     attributes = vars(getattr(model, "_orig_mod", model))
-    for name in ("forward", "_original_forward"):  # the latter where a second Accelerator put autocast around it
+    for name in ("forward", "_original_forward"):  # the latter if a second Accelerator wrapped it in autocast
         found = attributes.get(name)
         if isinstance(found, Pipeline):
             return found

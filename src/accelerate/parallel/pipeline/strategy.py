@@ -1,4 +1,4 @@
-"""Pipeline parallelism: every process of the `pp` axis holds some of the layers; micro-batches pass through them."""
+"""Pipeline parallelism: every rank of the `pp` axis holds some of the layers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..mesh.sharded import MeshParallel, norm_of
 from ..modules import materialising
 from ..modules.dtensors import whole
 from ..modules.wrapping import units_of
-from .cutting import Division, divide, parameters_elsewhere, stage_starts
+from .cutting import Partition, parameters_of_other_stages, partition_model, stage_starts
 from .schedules import Pipeline, pipeline_of
-from .stages import StageView, keep_stages
-from .surveying import Skeleton, divided_by_use
+from .stages import StageView, prune_to_stages
+from .surveying import MetaModel, partition_by_use
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineParallel(MeshParallel):
-    """Cut every model into stages along the `pp` axis; what the other axes do, they do to each stage."""
+    """Partition models into stages along the `pp` axis; the other axes apply to each stage."""
 
     holds_whole_models = False
 
@@ -58,19 +58,19 @@ class PipelineParallel(MeshParallel):
         self.size = mesh.size("pp")
         self.rank = mesh.axis("pp").get_local_rank()
         self.group: dist.ProcessGroup = mesh.axis("pp").get_group()
-        self.config.microbatches_for(self.size)  # refused now and not with the first batch
+        self.config.microbatches_for(self.size)  # fail early
         self._to_place: set[int] = set()
-        # Parameters of other processes' stages: optimizers and lists made before `prepare` still name them.
-        self._elsewhere: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        # Parameters of other ranks' stages: optimizers and lists made before `prepare` still hold them.
+        self._other_stage_parameters: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> None:
-        """Wait: a process moves its own stage only, which is known once the model is cut."""
+        """Defer the move: a rank moves only its own stages, which are known once the model is partitioned."""
         self._to_place.add(id(model))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Cut a model, keep this process's stages of it, and spread each of them over the other axes."""
+        """Partition a model, keep this rank's stages, and distribute each of them over the other axes."""
         if pipeline_of(model) is not None:
             return model
         if materialising.has_no_weights(model):
@@ -81,40 +81,40 @@ class PipelineParallel(MeshParallel):
             )
         place = id(model) in self._to_place
         self._to_place.discard(id(model))
-        division = self._divide(model)
+        partition = self._make_partition(model)
         own = self.config.stages_of(self.rank, self.size)
-        for param in parameters_elsewhere(model, division, own):
-            self._elsewhere[param] = True
-        units = units_of(model, self.plugin)  # before the cut: a single block that is left is not a repeated one
-        skeleton = Skeleton(model, division, self.runtime.device)
-        keep_stages(model, division, skeleton, own)
+        for param in parameters_of_other_stages(model, partition, own):
+            self._other_stage_parameters[param] = True
+        units = units_of(model, self.plugin)  # before pruning: a single remaining block is not a repeated one
+        meta_model = MetaModel(model, partition, self.runtime.device)
+        prune_to_stages(model, partition, meta_model, own)
         if place and self.mesh.sharding is None:
             self._move(model)
-        views = [StageView(model, division, skeleton, index) for index in own]
+        views = [StageView(model, partition, meta_model, index) for index in own]
         for view in views:
             inside = set(view.module.modules())
-            self._spread(view.module, self._steps_over([unit for unit in units if unit in inside]))
-            view.take_over()
-            view.begin()
+            self._parallelize(view.module, self._steps_over([unit for unit in units if unit in inside]))
+            view.write_back()
+            view.register_entry_hook()
         vars(model).pop("_original_forward", None)
-        model.forward = Pipeline(views, division, skeleton, self.config, self.group, self.runtime.device)
-        self._wait_for_first_pass(model)
-        self._say(model, division)
+        model.forward = Pipeline(views, partition, meta_model, self.config, self.group, self.runtime.device)
+        self._register_position_check(model)
+        self._log_stages(model, partition)
         return model
 
-    def _divide(self, model: nn.Module) -> Division:
+    def _make_partition(self, model: nn.Module) -> Partition:
         per_rank = self.config.stages_per_rank or 1
         asked = f"pp_size={self.size}" + (f" with stages_per_rank={per_rank}" if per_rank > 1 else "")
         starts = stage_starts(model, self.config.split_at, self.size * per_rank, asked)
         example = self.config.example_inputs
         if example is None:
-            return divide(model, starts)
+            return partition_model(model, starts)
         example = example() if callable(example) else example
         kwargs = dict(example) if isinstance(example, dict) else {}
         args = () if kwargs else tuple(example) if isinstance(example, (tuple, list)) else (example,)
-        return divided_by_use(model, starts, args, kwargs)
+        return partition_by_use(model, starts, args, kwargs)
 
-    def _say(self, model: nn.Module, division: Division) -> None:
+    def _log_stages(self, model: nn.Module, partition: Partition) -> None:
         if self.runtime.is_main_process:
             count = self.config.microbatches_for(self.size)
             chosen = " (as many as there are stages)" if self.config.microbatches is None else ""
@@ -122,41 +122,41 @@ class PipelineParallel(MeshParallel):
                 "%s is cut into %d stages, which begin with %s; batches are cut into %d micro-batches%s, which pass "
                 "by the schedule %s.",
                 type(model).__name__,
-                division.num_stages,
-                ", ".join(["its inputs", *division.starts]),
+                partition.num_stages,
+                ", ".join(["its inputs", *partition.starts]),
                 count,
                 chosen,
                 self.config.schedule,
             )
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave an optimizer the parameters of this process's stages; a group may be empty, and stays."""
-        if self._elsewhere:
+        """Keep only the parameters of this rank's stages in an optimizer; groups may become empty."""
+        if self._other_stage_parameters:
             for group in optimizer.param_groups:
-                group["params"] = [param for param in group["params"] if param not in self._elsewhere]
-            for param in [param for param in optimizer.state if param in self._elsewhere]:
+                group["params"] = [param for param in group["params"] if param not in self._other_stage_parameters]
+            for param in [param for param in optimizer.state if param in self._other_stage_parameters]:
                 del optimizer.state[param]
         super()._rebind(optimizer)
 
     def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
-        """Return the parameters that took the places of these, without those of other stages."""
+        """Map parameters to their replacements, without those of other stages."""
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return super().current([param for param in given if param not in self._elsewhere])
+        return super().current([param for param in given if param not in self._other_stage_parameters])
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def forward_backward(self, model: nn.Module, batch: Batch, shares: Shares, backward: Callable[..., None]) -> Tensor:
-        """Pass a batch through the stages and back, and return its mean loss on every process of the pipeline."""
+        """Run the pipeline schedule on a batch, and return its mean loss on every rank of the pipeline."""
         pipeline = pipeline_of(model)
         if pipeline is None:
             return super().forward_backward(model, batch, shares, backward)
-        if model in self._first_passes:
-            self._first_passes[model].begins(model, batch.args, batch.kwargs)
-        with phases.during(phases.BACKWARD), shares as share:  # its stages wait for each other all the way
+        if model in self._position_checks:
+            self._position_checks[model].check(model, batch.args, batch.kwargs)
+        with phases.during(phases.BACKWARD), shares as share:  # stages wait for each other throughout
             return pipeline.train(batch, share)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Leave gradients unreduced inside the context."""
+        """Skip gradient reduction inside the context."""
         return self._reducing(model, False)
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -181,14 +181,14 @@ class PipelineParallel(MeshParallel):
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part: always, because no process has all of them."""
+        """Return True: every process saves its own stages."""
         return True
 
-    def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Gather the states of all stages on the main process, one tensor after the other."""
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the states of all stages on the main process, one tensor at a time."""
         pipeline = pipeline_of(model)
         if pipeline is None:
-            return super().whole_state(model)
+            return super().full_state_dict(model)
         own = {name: _on_host(value) for name, value in model.state_dict().items()}
         members = dist.get_process_group_ranks(self.group)
         if 0 not in members:

@@ -1,10 +1,10 @@
-"""A model without its weights, and one forward pass through it: what each stage takes, and hands to the next.
+"""Trace a forward pass on fake weights: which parameters each stage uses, and what it sends to the next.
 
-[Note: what is handed on] A stage runs the code in front of its own blocks by itself, on the model's inputs and without
-weights, so it knows masks and positions without being told. It is told the rest, and only as arguments of the block
-that it begins with: what depends on parameters, and what was drawn at random, because another process would draw
-something else. The survey names these arguments. It sees one micro-batch, and is used for all that have its shape. So
-it may rely on shapes alone, and each stage checks that its own call has the arguments that the survey names.
+[Note: stage boundaries] A stage runs the code in front of its own blocks itself, on the model's inputs and without
+weights, so masks and positions are computed locally. It receives the rest, only as arguments of its first block: what
+depends on parameters, and what was drawn at random, because another process would draw other numbers. The survey names
+these arguments. It traces one micro-batch and is used for all of the same shape. So it may depend on shapes only, and
+each stage checks that its own call has the arguments that the survey names.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.overrides import TorchFunctionMode
 
 from ...runtime.collectives.nested import named_leaves, recursively_apply, send_to_device, tensors_of
 from ...runtime.devices.device import get_device_rng_state
-from .cutting import CannotCutError, Division, divide
+from .cutting import CannotCutError, Partition, partition_model
 
 
 @dataclass
-class Handover:
-    """What one stage hands to the next: names and forms of arguments of the block that begins it."""
+class StageBoundary:
+    """What one stage sends to the next: names, shapes and dtypes of arguments of the next stage's first block."""
 
     start: str = ""
-    """The block."""
+    """The name of the block."""
     forms: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    """Arguments by their place in the call, such as `[1]['hidden_states']`."""
+    """Arguments by their path in the call, such as `[1]['hidden_states']`."""
 
-    def taken_from(self, call: Any) -> tuple[Tensor, ...]:
-        """Pick them from the arguments of a call."""
+    def extract(self, call: Any) -> tuple[Tensor, ...]:
+        """Return the tensors to send from the arguments of a call."""
         given = dict(named_leaves(call))
         taken: list[Tensor] = []
         for name, (shape, _) in self.forms.items():
@@ -45,8 +45,8 @@ class Handover:
             taken.append(tensor)
         return tuple(taken)
 
-    def put_into(self, call: Any, received: tuple[Tensor, ...]) -> Any:
-        """Return a call with the arguments that were received."""
+    def insert(self, call: Any, received: tuple[Tensor, ...]) -> Any:
+        """Return the arguments of a call with the received tensors."""
         by_name = dict(zip(self.forms, received, strict=True))
         names = iter([name for name, leaf in named_leaves(call) if isinstance(leaf, Tensor)])
 
@@ -62,7 +62,7 @@ class Handover:
         return filled
 
     def examples(self) -> tuple[Tensor, ...]:
-        """Return tensors of their form, without memory."""
+        """Return meta tensors of these shapes and dtypes."""
         return tuple(
             torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
             for shape, dtype in self.forms.values()
@@ -78,25 +78,25 @@ class Handover:
 
 @dataclass
 class Survey:
-    """What one forward pass showed."""
+    """The result of tracing one forward pass."""
 
-    handovers: list[Handover]
-    """What the stages after the first are handed."""
+    boundaries: list[StageBoundary]
+    """The input boundaries of the stages after the first."""
     uses: dict[str, set[int]]
-    """Parameter -> the stages that take it."""
+    """Parameter -> the stages that use it."""
     changes: list[str]
-    """State that the forward pass changes on every stage, because its new value follows from the inputs."""
+    """State that the forward pass changes on every stage, because its new value depends only on the inputs."""
 
 
-class Skeleton:
-    """The structure of a model whose parameters have shapes, types and a device, and no values.
+class MetaModel:
+    """A copy of a model with fake parameters: they have a shape, a dtype and a device, but no data.
 
-    Its parameters are fake tensors, and whatever is computed from one is fake too, while masks or positions that come
-    from the model's inputs alone stay real. So a stage can run the code in front of its own blocks at no cost.
+    Whatever is computed from fake tensors is fake too, while masks or positions that depend only on the model's inputs
+    stay real. So a stage can run the code in front of its own blocks at no cost.
     """
 
-    def __init__(self, model: nn.Module, division: Division, device: torch.device) -> None:
-        self.division = division
+    def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
+        self.partition = partition
         self._device = device
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copies: dict[int, Any] = {}
@@ -105,15 +105,17 @@ class Skeleton:
         def fake(name: str, tensor: Tensor) -> None:
             if id(tensor) not in copies:
                 with mode:
-                    ghost = torch.empty_like(tensor, device=device, requires_grad=False)
-                copies[id(tensor)] = nn.Parameter(ghost, False) if isinstance(tensor, nn.Parameter) else ghost
+                    fake_tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+                copies[id(tensor)] = (
+                    nn.Parameter(fake_tensor, False) if isinstance(tensor, nn.Parameter) else fake_tensor
+                )
                 self._names[id(copies[id(tensor)])] = name
 
         for name, param in model.named_parameters():
             fake(name, param)
         for name, buffer in model.named_buffers():
-            if division.stage_of(name) is None:
-                # Every stage has it: a mask, or the frequencies of a position. A survey may count up a copy only.
+            if partition.stage_of(name) is None:
+                # Every stage has it, such as a mask or rotary frequencies. Copy it, because the survey may change it.
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
             else:
                 fake(name, buffer)
@@ -126,16 +128,16 @@ class Skeleton:
             ) from error
 
     def survey(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Survey:
-        """Run the forward pass once and see what each stage takes; refuse what cannot be cut."""
+        """Trace the forward pass once; raise `CannotCutError` if the model cannot be cut here."""
         self.model.train(training)
         args, kwargs = recursively_apply(torch.clone, (args, kwargs))  # a forward pass may write into its inputs
-        watcher = _Watcher(self._names, self.division, self._device, _SharedState(self.model, self.division))
+        tracer = _StageTracer(self._names, self.partition, self._device, _SharedState(self.model, self.partition))
         hooks = [
-            self.model.get_submodule(start).register_forward_pre_hook(watcher.begins(index), with_kwargs=True)
-            for index, start in enumerate(self.division.starts, 1)
+            self.model.get_submodule(start).register_forward_pre_hook(tracer.entry_hook(index), with_kwargs=True)
+            for index, start in enumerate(self.partition.starts, 1)
         ]
         try:
-            with torch.no_grad(), watcher:
+            with torch.no_grad(), tracer:
                 outputs = self.model(*args, **kwargs)
         except CannotCutError:
             raise
@@ -149,39 +151,39 @@ class Skeleton:
         finally:
             for hook in hooks:
                 hook.remove()
-        watcher.finish(outputs)
-        return Survey(watcher.handovers, watcher.uses, watcher.state.changes)
+        tracer.finish(outputs)
+        return Survey(tracer.boundaries, tracer.uses, tracer.state.changes)
 
 
-def divided_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
-    """Give every part of a model to the stage that takes it when the model is called like this."""
-    anywhere = divide(model, starts, check_ties=False)
-    uses = Skeleton(model, anywhere, torch.device("cpu")).survey(*send_to_device((args, kwargs), "cpu")).uses
-    return divide(model, starts, uses)
+def partition_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
+    """Assign every part of a model to the stage that uses it in a call with these arguments."""
+    provisional = partition_model(model, starts, check_ties=False)
+    uses = MetaModel(model, provisional, torch.device("cpu")).survey(*send_to_device((args, kwargs), "cpu")).uses
+    return partition_model(model, starts, uses)
 
 
 class _SharedState:
-    """What a forward pass may keep in modules that every stage has: saved buffers, and numbers."""
+    """State that a forward pass may change in modules that every stage has: saved buffers, and numbers."""
 
-    def __init__(self, model: nn.Module, division: Division) -> None:
+    def __init__(self, model: nn.Module, partition: Partition) -> None:
         self.changes: list[str] = []
         self._model = model
-        self._division = division
-        self._saved = [name for name in model.state_dict() if division.stage_of(name) is None]
-        self._around = [(name, model.get_submodule(name)) for name in division.around]
+        self._partition = partition
+        self._saved = [name for name in model.state_dict() if partition.stage_of(name) is None]
+        self._cut_modules = [(name, model.get_submodule(name)) for name in partition.cut_modules]
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
         buffers = dict(self._model.named_buffers())
         now: dict[str, Any] = {name: (buffers[name], buffers[name]._version) for name in self._saved if name in buffers}
-        for owner, module in self._around:
+        for owner, module in self._cut_modules:
             for own, value in vars(module).items():
                 if isinstance(value, (int, float)):
                     now[f"{owner}.{own}" if owner else own] = value
         return now
 
     def require_known_after(self, stage: int) -> None:
-        """Refuse what a stage has changed, unless every stage can do the same."""
+        """Refuse state that a stage has changed, unless every stage can make the same change."""
         before, self._before = self._before, self._now()
         for name, value in self._before.items():
             old = before.get(name, value)
@@ -189,7 +191,7 @@ class _SharedState:
             same = value[0] is old[0] and value[1] == old[1] if tensor is not None else value == old
             if same:
                 continue
-            if stage > 0 or self._division.part_of(name) is not None or hasattr(tensor, "_made_in_stage"):
+            if stage > 0 or self._partition.part_of(name) is not None or hasattr(tensor, "_made_in_stage"):
                 raise CannotCutError(
                     f"The forward pass changes {name} in stage {stage}, and the other stages, which have it too, "
                     "cannot do the same. Keep it in a module with parameters, which one stage owns, such as the block "
@@ -198,32 +200,32 @@ class _SharedState:
             self.changes.append(name)
 
 
-class _Watcher(TorchFunctionMode):
-    """Note for every operation in which stage it runs, and what it takes. See [Note: what is handed on]."""
+class _StageTracer(TorchFunctionMode):
+    """Record for every operation in which stage it runs, and what it uses. See [Note: stage boundaries]."""
 
-    def __init__(self, names: dict[int, str], division: Division, device: torch.device, state: _SharedState) -> None:
+    def __init__(self, names: dict[int, str], partition: Partition, device: torch.device, state: _SharedState) -> None:
         super().__init__()
         self.stage = 0
         self.uses: dict[str, set[int]] = {}
-        self.handovers = [Handover(start) for start in division.starts]
+        self.boundaries = [StageBoundary(start) for start in partition.starts]
         self._names = names
-        self._division = division
+        self._partition = partition
         self._device = device
         self.state = state
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation. One that returns no tensor only looks at a shape or type, and takes nothing."""
+        """Run an operation and record its inputs. One that returns no tensor only reads a shape or dtype."""
         generator = self._generator_state()
         result = func(*args, **(kwargs or {}))
         made = tensors_of(args[0] if func is Tensor.__setitem__ else result)
         if not made:
             return result
         drawn = not torch.equal(generator, self._generator_state())
-        taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_of_a_stage(leaf)]
+        taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_stage_local(leaf)]
         for leaf in taken:
-            self._take(leaf, getattr(func, "__name__", str(func)))
+            self._record_use(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
             if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
                 leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
@@ -233,11 +235,11 @@ class _Watcher(TorchFunctionMode):
         state = torch.get_rng_state()
         return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
 
-    def _is_of_a_stage(self, tensor: Tensor) -> bool:
-        """Tell whether other stages cannot compute a tensor by themselves."""
+    def _is_stage_local(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can only be computed in its stage."""
         return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
 
-    def _take(self, tensor: Tensor, operation: str) -> None:
+    def _record_use(self, tensor: Tensor, operation: str) -> None:
         name = self._names.get(id(tensor))
         if name is not None:
             self.uses.setdefault(name, set()).add(self.stage)
@@ -246,30 +248,30 @@ class _Watcher(TorchFunctionMode):
         if made_in != self.stage:
             raise CannotCutError(
                 f"A tensor of shape {list(tensor.shape)} is made in stage {made_in} and used in stage {self.stage} (by "
-                f"{operation}), around the cut at {self._division.starts[made_in]}: only what the block there is "
+                f"{operation}), around the cut at {self._partition.starts[made_in]}: only what the block there is "
                 "called with is handed on. Cut elsewhere with PipelineConfig(split_at=[...]), or hand it to the block."
             )
 
-    def begins(self, index: int) -> Callable[..., Any]:
-        """Return a hook for the block that begins a stage."""
+    def entry_hook(self, index: int) -> Callable[..., Any]:
+        """Return a hook for the first block of a stage."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.stage != index - 1:
                 order = f"while stage {self.stage} runs" if self.stage < index else "a second time"
                 raise CannotCutError(
-                    f"{self._division.starts[index - 1]} should begin stage {index}, and the forward pass calls it "
+                    f"{self._partition.starts[index - 1]} should begin stage {index}, and the forward pass calls it "
                     f"{order}: name modules that are called once, in the order in which they are called."
                 )
             self.state.require_known_after(self.stage)
-            handover = self.handovers[index - 1]
+            boundary = self.boundaries[index - 1]
             names = iter([name for name, leaf in named_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
 
             def receive(leaf: Tensor) -> Tensor:
                 name = next(names)
-                if not self._is_of_a_stage(leaf) or id(leaf) in self._names:
+                if not self._is_stage_local(leaf) or id(leaf) in self._names:
                     return leaf
-                self._take(leaf, f"the call of {self._division.starts[index - 1]}")
-                handover.forms[name] = (leaf.shape, leaf.dtype)
+                self._record_use(leaf, f"the call of {self._partition.starts[index - 1]}")
+                boundary.forms[name] = (leaf.shape, leaf.dtype)
                 received = leaf.view_as(leaf)
                 received._made_in_stage = index  # type: ignore[attr-defined]
                 return received
@@ -281,8 +283,8 @@ class _Watcher(TorchFunctionMode):
         return hook
 
     def finish(self, outputs: Any) -> None:
-        """Check that all stages ran, and that the last one makes what the model returns."""
-        starts = self._division.starts
+        """Check that all stages ran, and that the last one computed the outputs."""
+        starts = self._partition.starts
         if self.stage != len(starts):
             raise CannotCutError(
                 f"The forward pass never calls {starts[self.stage]}, which should begin stage {self.stage + 1}: name "

@@ -1,4 +1,4 @@
-"""Sequences in parts: what is joined right, and what is refused because it would not be."""
+"""Context parallelism: correct results, and models that are refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class WithAttentionOf(Transformer):
     """A model that says which attention it has, as those of transformers do."""
 
     class Config:
-        """What transformers keeps beside a model."""
+        """The config that transformers attaches to a model."""
 
         _attn_implementation = "eager"
 
@@ -149,7 +149,7 @@ def test_another_attention_than_torchs_is_refused_at_prepare() -> None:
 
 
 @ranks(2)
-def test_the_look_at_the_first_pass_changes_nothing() -> None:
+def test_the_position_check_changes_nothing() -> None:
     cpu_attention.register()
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     net = accelerator.prepare(Tiny("usual"))

@@ -109,7 +109,7 @@ def test_a_model_that_is_split_already_is_taken_as_it_is() -> None:
     assert run_by.prepare(net).blocks[0].up.weight is before
 
 
-def _split_elsewhere(size: int = 2) -> nn.Module:
+def _presharded(size: int = 2) -> nn.Module:
     net = model()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     parallelize_module(net, mesh, {"blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()})
@@ -121,10 +121,10 @@ def test_a_model_that_was_spread_before_is_refused_with_the_setting_that_would_t
     plain = Accelerator(cpu=True)
     needs_axis = r"split before prepare\(\): blocks.0.up.weight .* 2 processes, .* no tp axis.*tp_size=2"
     with pytest.raises(ValueError, match=needs_axis):
-        plain.prepare(_split_elsewhere())
+        plain.prepare(_presharded())
     sharding = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     with pytest.raises(ValueError, match=needs_axis):
-        sharding.prepare(_split_elsewhere())
+        sharding.prepare(_presharded())
     for run_by in (plain, sharding):
         with pytest.raises(ValueError, match=r"is sharded already: fully_shard\(\) was called .* the plain model"):
             run_by.prepare(fully_shard(model()))
@@ -134,7 +134,7 @@ def test_a_model_that_was_spread_before_is_refused_with_the_setting_that_would_t
 def test_a_model_that_was_split_over_more_processes_is_refused() -> None:
     run_by = accelerator(None, dp_shard_size=2)
     with pytest.raises(ValueError, match=r"over 4 processes, and this Accelerator has tp_size=2"):
-        run_by.prepare(_split_elsewhere(4))
+        run_by.prepare(_presharded(4))
 
 
 def test_the_number_of_processes_that_split_a_model_is_found_where_libraries_note_it() -> None:

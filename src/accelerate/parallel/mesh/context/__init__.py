@@ -1,1 +1,1 @@
-"""Context parallelism: ring attention, and operations that need whole sequences. Start with `ring`."""
+"""Context parallelism: ring attention, and checks of the model. Start with `ring`."""

@@ -1,13 +1,13 @@
-"""What context parallelism asks of a model, and how it is found out.
+"""Check that a model is compatible with context parallelism.
 
-[Note: one position by itself] Every process has some positions of each sequence, and torch joins them in one place
-only: in `scaled_dot_product_attention`. Everything else that a model computes at a position must follow from what it is
-given for that position. Where it does not, results are wrong without a word: attention written out or by another kernel
-sees a part of the sequence; a model that counts positions counts those of its part; a loss that shifts labels compares
-the ends of two pieces that are no neighbours. All of this shows in forward passes in which every position attends to
-itself alone. If some positions get other contents, the outputs at the others stay as they are (`require_no_mixing`). If
-the positions are in reverse order, so are the outputs, and a loss is the same (`require_no_order`). The first forward
-pass on pieces of sequences is preceded by three such passes, without gradients.
+[Note: independent positions] Every process holds some positions of each sequence, and torch connects them only in
+`scaled_dot_product_attention`. Everything else that a model computes at a position must depend only on the inputs at
+that position. Otherwise results are silently wrong: attention without that function sees only a shard of the sequence;
+a model that counts positions counts those of its shard; a loss that shifts labels compares the ends of two chunks that
+are not adjacent. Forward passes in which every position attends only to itself reveal all of this. If the inputs at
+some positions change, the outputs at the others must not (`require_no_mixing`). If the positions are reversed, the
+outputs must be reversed and a loss unchanged (`require_no_order`). Three such passes, without gradients, run before the
+first forward pass on sharded sequences.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ....errors import UnsupportedSettingError
 from ....runtime.collectives.nested import named_leaves, recursively_apply, tensors_of
 from ...modules.dtensors import whole
 
-Cut = Sequence[tuple[Tensor, int]]
-"""Tensors that are cut at the moment, each with its sequence dimension."""
+SplitBuffers = Sequence[tuple[Tensor, int]]
+"""Sharded tensors, each with its sequence dimension."""
 Outputs = list[tuple[str, Tensor]]
 Pairs = list[tuple[str, Tensor, Tensor]]
 
 
-def require_torchs_attention(model: nn.Module) -> None:
-    """Refuse at once a model that says it has another attention, as those of transformers do."""
+def require_sdpa(model: nn.Module) -> None:
+    """Refuse a model whose config names another attention than SDPA, as those of transformers do."""
     for name, module in model.named_modules():
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if isinstance(kind, str) and kind != "sdpa":
@@ -46,29 +46,31 @@ def require_torchs_attention(model: nn.Module) -> None:
             )
 
 
-class FirstPass:
-    """Check a model before it first runs on pieces of sequences, and again when it is given other arguments."""
+class PositionCheck:
+    """Check a model before its first forward pass on sharded sequences, and again for other arguments."""
 
-    def __init__(self, model: nn.Module, cut: Callable[[], Cut | None], group: dist.ProcessGroup | None) -> None:
-        """Wait for a call of the model; `cut` returns what is cut then, or None; the group refuses together."""
-        self._cut = cut
+    def __init__(
+        self, model: nn.Module, buffers: Callable[[], SplitBuffers | None], group: dist.ProcessGroup | None
+    ) -> None:
+        """Register the check; `buffers` returns the sharded buffers or None. Errors are raised on the whole group."""
+        self._buffers = buffers
         self._group = group
         self._checked: set[tuple[str, ...]] = set()
-        check = torch.compiler.disable(self.begins)  # type: ignore[no-untyped-call]
+        check = torch.compiler.disable(self.check)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
-    def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Check the model if this is the pass; called by whoever runs one in another way than by a call too."""
-        cut = self._cut()
-        if not cut:
+    def check(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Check the model if its inputs are sharded; a pipeline calls this itself."""
+        buffers = self._buffers()
+        if not buffers:
             return
         given = tuple(name for name, leaf in named_leaves((args, kwargs)) if leaf is not None)
         if given not in self._checked:
             self._checked.add(given)  # first, because the check calls the model
-            self._raise_anywhere(lambda: require_positions_apart(model, args, kwargs, cut))
+            self._raise_on_all_ranks(lambda: require_independent_positions(model, args, kwargs, buffers))
 
-    def _raise_anywhere(self, check: Callable[[], None]) -> None:
-        """Raise on every process what one of them found: each has looked at its own data."""
+    def _raise_on_all_ranks(self, check: Callable[[], None]) -> None:
+        """Raise the error of one process on all of them, because each checked its own data."""
         found: tuple[str, str, str] | None = None
         try:
             check()
@@ -80,25 +82,25 @@ class FirstPass:
             raise UnsupportedSettingError(*found)
 
 
-def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) -> None:
-    """Refuse a model that would compute something else on parts of a sequence. See [Note: one position by itself]."""
+def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, buffers: SplitBuffers) -> None:
+    """Refuse a model whose results would differ on sharded sequences. See [Note: independent positions]."""
     call = (args, kwargs)
-    if not any(_dim_of(leaf, cut) is not None for leaf in tensors_of(call)):
+    if not any(_dim_of(leaf, buffers) is not None for leaf in tensors_of(call)):
         return
-    first, dim = cut[0]
+    first, dim = buffers[0]
     own = torch.arange(first.shape[dim], device=first.device)
     later = own[len(own) // 2 :]
 
     def outputs_at(positions: Tensor) -> Outputs:
-        chosen = recursively_apply(lambda leaf: _at(leaf, _dim_of(leaf, cut), positions), call)
+        chosen = recursively_apply(lambda leaf: _at(leaf, _dim_of(leaf, buffers), positions), call)
         outputs = named_leaves(model(*chosen[0], **chosen[1]))
         return [(name, whole(leaf)) for name, leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
-    with _trying_out(model), _EachAttendsToItself() as attention:
+    with _dry_run(model), _DiagonalAttention() as attention:
         plain = outputs_at(own)
         mixed = outputs_at(torch.cat([own[-1:].repeat(len(own) - len(later)), later]))
         reversed_ = outputs_at(own.flip(0))
-    if attention.is_called_otherwise:
+    if attention.is_unsupported_call:
         raise _refusal(
             model,
             "it calls scaled_dot_product_attention with a mask, or without is_causal=True, and the parts of a "
@@ -106,14 +108,14 @@ def require_positions_apart(model: nn.Module, args: Any, kwargs: Any, cut: Cut) 
             "A model of transformers calls it so if it is given an attention_mask of ones beside position_ids; "
             "batches padded on the right need no other mask.",
         )
-    rounding = 5e-2 if attention.is_coarse else 1e-3
+    rounding = 5e-2 if attention.is_half_precision else 1e-3
     sequence = (dim, len(own))
-    require_no_mixing(model, _beside(plain, mixed, later, later, sequence), rounding)
-    require_no_order(model, _beside(plain, reversed_, own.flip(0), own, sequence), rounding)
+    require_no_mixing(model, _paired_outputs(plain, mixed, later, later, sequence), rounding)
+    require_no_order(model, _paired_outputs(plain, reversed_, own.flip(0), own, sequence), rounding)
 
 
 def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
-    """Refuse outputs at positions that stayed as they were, if they changed with others."""
+    """Refuse a model if outputs changed at positions whose inputs did not."""
     for name, before, after in pairs:
         if before.dim() and _deviation(before, after) > rounding:
             raise _refusal(
@@ -126,7 +128,7 @@ def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
 
 
 def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
-    """Refuse outputs that changed with the order of the positions."""
+    """Refuse a model if outputs changed with the order of the positions."""
     noise = 0.0
     for name, before, after in sorted(pairs, key=lambda pair: -pair[1].dim()):
         deviation = _deviation(before, after)
@@ -138,7 +140,7 @@ def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
                 "Give it the positions (position_ids=... in transformers), and give them to maybe_context_parallel "
                 "with the inputs.",
             )
-        # A shift changes the mean over many labels by little, so this is as strict as the numbers allow.
+        # A shift changes the mean over many labels only slightly, so the tolerance is as small as the format allows.
         if before.dim() == 0 and deviation > noise + (2**-7 if _has_16_bits(before) else 1e-5):
             raise _refusal(
                 model,
@@ -151,21 +153,21 @@ def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
 
 
 def _refusal(model: nn.Module, reason: str, remedy: str) -> UnsupportedSettingError:
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 makes a class of it
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not the class of FSDP2
     return UnsupportedSettingError(f"Context parallelism (cp_size > 1) with {kind.__name__}", reason, remedy)
 
 
-def _dim_of(leaf: Tensor, cut: Cut) -> int | None:
-    """Return the sequence dimension of an input; what was made of one that is cut has it in the same place."""
-    for tensor, dim in cut:
+def _dim_of(leaf: Tensor, buffers: SplitBuffers) -> int | None:
+    """Return the sequence dimension of an input; tensors computed from a sharded one have the same dimension."""
+    for tensor, dim in buffers:
         if tensor is leaf:
             return dim
-    tensor, dim = cut[0]
+    tensor, dim = buffers[0]
     return dim if leaf.dim() > dim and leaf.shape[dim] == tensor.shape[dim] else None
 
 
 def _at(tensor: Tensor, dim: int | None, positions: Tensor, length: int | None = None) -> Tensor:
-    """Return a tensor at these positions; a dimension may hold several sequences of a length, one behind the other."""
+    """Select positions of a tensor; a dimension may hold several sequences of a length, concatenated."""
     if dim is None:
         return tensor
     length = length or tensor.shape[dim]
@@ -173,32 +175,34 @@ def _at(tensor: Tensor, dim: int | None, positions: Tensor, length: int | None =
     return sequences.index_select(dim + 1, positions.to(tensor.device)).flatten(dim, dim + 1)
 
 
-def _beside(some: Outputs, others: Outputs, at_some: Tensor, at_others: Tensor, sequence: tuple[int, int]) -> Pairs:
-    """Return what two passes gave at these positions; `sequence` is the dimension of the inputs', and its length."""
+def _paired_outputs(
+    some: Outputs, others: Outputs, at_some: Tensor, at_others: Tensor, sequence: tuple[int, int]
+) -> Pairs:
+    """Pair the outputs of two passes at these positions; `sequence` is the inputs' sequence dimension and length."""
     dim, length = sequence
     pairs = []
     for (name, one), (_, other) in zip(some, others, strict=True):
         sizes = list(one.shape)
         own = dim if len(sizes) > dim and sizes[dim] == length else None
-        if own is None:  # with the batch in one dimension, or pooled
+        if own is None:  # flattened with the batch, or pooled
             own = next((at for at, size in enumerate(sizes) if size and size % length == 0), None)
         pairs.append((name, _at(one, own, at_some, length), _at(other, own, at_others, length)))
     return pairs
 
 
 def _has_16_bits(number: Tensor) -> bool:
-    """Tell whether a number was computed in 16 bits, whatever its type is now."""
+    """Return whether a number fits into 16 bits, whatever its dtype."""
     return any(bool(number.to(dtype).to(number.dtype) == number) for dtype in (torch.bfloat16, torch.float16))
 
 
 def _deviation(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference, in parts of the largest value; 0 where there is no number to compare."""
+    """Return the largest difference relative to the largest value; 0 for NaN."""
     return float(((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).nan_to_num(0.0))
 
 
 @contextmanager
-def _trying_out(model: nn.Module) -> Iterator[None]:
-    """Run a model without gradients, dropout or compilation, and leave everything as it was."""
+def _dry_run(model: nn.Module) -> Iterator[None]:
+    """Run a model without gradients, dropout or compilation, and restore its state."""
     modes = [(module, module.training) for module in model.modules()]
     generator = torch.get_rng_state()
     model.eval()
@@ -211,27 +215,27 @@ def _trying_out(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _EachAttendsToItself(TorchFunctionMode):
-    """Let attention that is joined over processes return every position's own value."""
+class _DiagonalAttention(TorchFunctionMode):
+    """Replace context-parallel attention: every position attends only to itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_called_otherwise = False
-        """Whether attention is called otherwise than torch can join it."""
-        self.is_coarse = False
+        self.is_unsupported_call = False
+        """Whether attention is called in a way that ring attention does not support."""
+        self.is_half_precision = False
         """Whether anything is computed in 16 bits."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or stand in for attention."""
+        """Run an operation, or replace attention."""
         kwargs = kwargs or {}
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         if func is not torch._C._nn.scaled_dot_product_attention or not isinstance(given["query"], DTensor):
-            result = func(*args, **kwargs)  # torch makes DTensors of what it joins
-            self.is_coarse |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+            result = func(*args, **kwargs)  # ring attention takes DTensors
+            self.is_half_precision |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
             return result
-        self.is_called_otherwise |= given.get("attn_mask") is not None or not given.get("is_causal")
+        self.is_unsupported_call |= given.get("attn_mask") is not None or not given.get("is_causal")
         query, key, value = (given[name].to_local() for name in ("query", "key", "value"))
         key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
-        return value + (query + key).sum(-1, keepdim=True)  # positions may show in queries and keys alone
+        return value + (query + key).sum(-1, keepdim=True)  # positions may be encoded in queries and keys only

@@ -1,4 +1,4 @@
-"""Context parallelism: every process of an axis has a part of each sequence; torch's ring attention joins them."""
+"""Context parallelism: sequences are sharded over one mesh axis; torch's ring attention connects the shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....errors import UnsupportedSettingError
 
 
 def require_no_recurrence(model: nn.Module, setting: str) -> None:
-    """Refuse recurrent layers where every process has a part of each sequence."""
+    """Refuse recurrent layers where sequences are sharded."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             raise UnsupportedSettingError(
@@ -30,10 +30,10 @@ def split_sequences(
     dims: Sequence[int],
     no_restore: set[Tensor] | None,
 ) -> Iterator[None]:
-    """Cut the buffers in place along their sequence dimensions, all in the same places; restore them afterwards.
+    """Shard the buffers in place along their sequence dimensions; restore them on exit.
 
-    A causal mask leaves the first positions little to do, so every process gets one piece from the front and one from
-    the back: positions and labels have to be cut with the inputs, and cannot be counted from the process's number.
+    With a causal mask the first positions need less work, so every process gets one chunk from the front and one from
+    the back. Positions and labels must be sharded with the inputs; they cannot be computed from the rank.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method

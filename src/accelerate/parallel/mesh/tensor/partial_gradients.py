@@ -1,23 +1,23 @@
-"""Find the whole parameters that compute on split activations under tensor parallelism, and sum their gradients.
+"""Find replicated parameters that compute on split activations under tensor parallelism, and sum their gradients.
 
-[Note: partial gradients] Between a column-wise layer and the row-wise one after it every process has some columns of
-the activations. A parameter that is whole there (the norm per head of Qwen3 and Gemma3) gets the gradient of these
-columns only: the true one is the sum over the processes. A parameter that computes on whole activations gets the
-true gradient on every process, and a sum would be wrong. Which is which cannot be seen in names or in the order of
-modules (a norm may stand before, between or after), and comparing gradients misses those that are equal by chance,
-such as zeros. So the first forward pass in training is followed, operation by operation:
+[Note: partial gradients] Between a column-wise layer and the row-wise layer after it every process holds some columns
+of the activations. A replicated parameter there (the norm per head of Qwen3 and Gemma3) gets the gradient of these
+columns only; the true gradient is the sum over the processes. A parameter that computes on whole activations gets the
+true gradient on every process, and a sum would be wrong. Names or the order of modules do not tell them apart (a norm
+may be before, between or after), and comparing gradients misses those that are equal by chance, such as zeros. So the
+first forward pass in training is traced, operation by operation:
 
-- what a split layer returns as this process's part (`DTensor.to_local`) is *split*, and so is what is computed from it,
-  until a row-wise layer or a collective makes it whole again;
-- a whole tensor knows the parameters that it was computed from since the last split layer, because a split layer
+- the local output of a split layer (`DTensor.to_local`) is *split*, and so is what is computed from it, until a
+  row-wise layer or a collective makes it whole again;
+- a whole tensor carries the parameters it was computed from since the last split layer, because a split layer
   completes the gradient of its whole inputs (`DTensor.from_local`);
-- where a whole tensor meets a split one, the gradients of its parameters are partial; where it enters a split layer
-  or leaves the model they are whole.
+- where a whole tensor is combined with a split one, the gradients of its parameters are partial; where it enters a
+  split layer or is returned by the model they are whole.
 
-Partial parameters get a hook on their gradient, whole ones nothing. What is both is refused by name, and so is what a
-split layer returned whole and then meets a split tensor, because its gradient would be partial. Every operation of
-torch is seen, below autograd, whoever calls it; the price is a slow first pass. Passes are followed until every
-parameter that is trained has been used, and then never again.
+Partial parameters get a hook that sums their gradient, whole ones none. A parameter that is both is refused by name. So
+is a tensor that a split layer returned whole and that is then combined with a split one, because its gradient would be
+partial. Tracing works below autograd and sees every torch operation; the first pass is slow. Passes are traced until
+every trained parameter has been used.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -43,9 +45,9 @@ from ...modules.unwrapping import own_name
 
 logger = logging.getLogger(__name__)
 
-_JOINS = ("allreduce", "all_reduce", "allgather", "all_gather")
-_MAKES_NEW = ("_like", "new_", "empty", "zeros", "ones", "full")
-"""Operations that take a tensor for its shape only."""
+_COLLECTIVES = ("allreduce", "all_reduce", "allgather", "all_gather")
+_FACTORIES = ("_like", "new_", "empty", "zeros", "ones", "full")
+"""Operations that use only the shape of a tensor."""
 _HINT = (
     'runs under a plan of tensor parallelism. If it is the shapes that do not fit: outputs of a "colwise" layer are '
     'split, and only a "rowwise" layer takes them so; "colwise_rep" gathers them. A "rowwise" layer takes split '
@@ -55,23 +57,23 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Completing:
-    """Modules that complete gradients by themselves: of what they are given, or of what they return."""
+    """Modules that reduce gradients themselves: those of their inputs, or of their outputs."""
 
     inputs: Sequence[nn.Module] = ()
     outputs: Sequence[nn.Module] = ()
 
 
 def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh, completing: Completing) -> None:
-    """Follow the first forward passes in training, and let partial gradients be summed over the mesh from then on."""
+    """Trace the first forward passes in training, and sum partial gradients over the mesh from then on."""
     names = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if names:
-        _Watch(model, _Flow(model, names, mesh), completing)
+        _ForwardTracker(model, _Dataflow(model, names, mesh), completing)
 
 
-class _Watch:
-    """The hooks that follow forward passes, as long as they are needed."""
+class _ForwardTracker:
+    """Hooks that trace forward passes until every trained parameter was used."""
 
-    def __init__(self, model: nn.Module, flow: _Flow, completing: Completing) -> None:
+    def __init__(self, model: nn.Module, flow: _Dataflow, completing: Completing) -> None:
         self.flow = flow
         self.completing = completing
         self.inside: list[nn.Module] = []
@@ -79,7 +81,7 @@ class _Watch:
         self.has_warned = False
         self.context: Any = None
         self.names = {module: name for name, module in model.named_modules()}
-        # Not as decorators: they would import the compiler with this file, which takes seconds.
+        # Not as decorators: these would import the compiler with this module, which takes seconds.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self.handles = [
             handle
@@ -92,10 +94,10 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.inside:
-            # Blocks that recompute their activations run again in the backward pass.
+            # Checkpointed blocks run again in the backward pass.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
-            self.context = self.flow.following()
+            self.context = self.flow.tracking()
             self.context.__enter__()
         self.inside.append(module)
         self.flow.place = self.names[module]
@@ -116,11 +118,11 @@ class _Watch:
             return
         try:
             if error is None:
-                self._judge(output)
+                self._apply_findings(output)
         finally:
             self.context.__exit__(None, None, None)
 
-    def _judge(self, output: Any) -> None:
+    def _apply_findings(self, output: Any) -> None:
         flow = self.flow
         flow.require_whole(output)
         flow.require_one_use()
@@ -140,12 +142,12 @@ class _Watch:
                 "Tensor parallelism follows forward passes until it has seen on what every layer outside of the plan "
                 "computes, and the first one did not use %s. Forward passes are slower until then; freeze what is "
                 "never used by requires_grad_(False).",
-                some(unused),
+                abbreviated(unused),
             )
 
 
-class _Flow(TorchDispatchMode):
-    """Which tensors are split, and which parameters each whole one was computed from: one bit for each."""
+class _Dataflow(TorchDispatchMode):
+    """Track which tensors are split, and which parameters each whole tensor depends on, as a bit set."""
 
     supports_higher_order_operators = True
 
@@ -155,21 +157,21 @@ class _Flow(TorchDispatchMode):
         self.mesh = mesh
         self.bits = {name: 1 << position for position, name in enumerate(names)}
         self.activation = 1 << len(names)
-        """The bit of what a split layer returned whole, and of the model's own inputs."""
+        """The bit of whole outputs of split layers and of the model's inputs."""
         self.parameters: dict[int, nn.Parameter] = {}
-        """By bit, as autograd sees it: under FSDP2 the gathered one, which is the same object in every pass."""
+        """By bit, as autograd sees them: under FSDP2 the gathered parameter, which is the same object in every pass."""
         self.place = ""
-        """The name of the module that runs."""
+        """The name of the running module."""
         self.used = self.partial = self.whole = 0
-        self.met: dict[int, str] = {}
+        self.mixed_in: dict[int, str] = {}
         self._frozen = 0
         self._known: dict[int, int] = {}
-        # A weak reference keeps the address from being used again, and nothing else.
+        # A weak reference only keeps the address from being reused.
         self._tensors: dict[StorageWeakRef, tuple[bool, int]] = {}
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow what is computed in the context."""
+    def tracking(self) -> Iterator[None]:
+        """Trace what is computed inside the context."""
         trained = self.trained()
         self._frozen = sum(bit for name, bit in self.bits.items() if name not in trained)
         from_local, to_local, full = DTensor.from_local, DTensor.to_local, DTensor.full_tensor
@@ -203,47 +205,49 @@ class _Flow(TorchDispatchMode):
             self._tensors.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what its results come from."""
+        """Run an operation, and record what its results depend on."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         name = func.__name__
         if any(isinstance(tensor, DTensor) for tensor in tensors) or "detach" in name:
             return result
-        states = [self._state(tensor) for tensor in tensors]
-        origins = 0
-        for _, origin in states:
-            origins |= origin
-        self.used |= origins
+        is_split, origins = self._state_of_result(name, tensors)
         changed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
-        if any(join in name for join in _JOINS):
-            state = (False, 0)
+        if _is_one_of(name, _COLLECTIVES):
             changed += [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        elif any(is_split for is_split, _ in states):
-            self._meets_split(origins)
-            state = (True, 0)
-        else:
-            state = (False, 0 if any(new in name for new in _MAKES_NEW) else origins)
         for tensor in changed:
-            self._set(tensor, state if tensor.is_floating_point() else (state[0], 0))
+            self._set(tensor, (is_split, origins if tensor.is_floating_point() else 0))
         return result
 
+    def _state_of_result(self, operation: str, tensors: list[Tensor]) -> tuple[bool, int]:
+        """Return whether an operation's results are split and what they depend on; record the parameters used."""
+        states = [self._state(tensor) for tensor in tensors]
+        origins = reduce(or_, (origin for _, origin in states), 0)
+        self.used |= origins
+        if _is_one_of(operation, _COLLECTIVES):
+            return False, 0
+        if any(is_split for is_split, _ in states):
+            self._mark_partial(origins)
+            return True, 0
+        return False, 0 if _is_one_of(operation, _FACTORIES) else origins
+
     def trained(self) -> set[str]:
-        """Return the parameters that want a gradient."""
+        """Return the names of the parameters that require gradients."""
         return {own_name(name) for name, param in self.model.named_parameters() if param.requires_grad}
 
     def complete(self, data: Any) -> None:
-        """Take the gradients of these tensors for whole, whatever they meet."""
-        for tensor in _plain(data):
+        """Mark the gradients of these tensors as whole."""
+        for tensor in _plain_tensors(data):
             is_split, origins = self._state(tensor)
             self.whole |= origins
             self._set(tensor, (is_split, 0))
 
-    # --- what is refused --------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------------------------
 
     def require_whole(self, output: Any) -> None:
-        """Refuse a model whose first output is a part on every process."""
-        states = [self._state(tensor) for tensor in _plain(output)]
+        """Refuse a model whose first output is split."""
+        states = [self._state(tensor) for tensor in _plain_tensors(output)]
         if states and states[0][0]:
             raise ValueError(
                 "The plan of tensor parallelism leaves the model's output split: every process has some columns of it. "
@@ -257,16 +261,16 @@ class _Flow(TorchDispatchMode):
         both = self.partial & self.whole & ~self._frozen | self.partial & self.activation
         if both:
             names = [name for name, bit in self.bits.items() if both & bit] or ["what comes before"]
-            where = sorted({place or "the model itself" for bit, place in self.met.items() if both & bit})
+            where = sorted({place or "the model itself" for bit, place in self.mixed_in.items() if both & bit})
             raise ValueError(
-                f"Under the plan of tensor parallelism {some(names)} would get gradients that are whole in part and in "
-                f"part those of this process's columns: something whole meets something split in {some(where)}. Name "
-                'the layer that makes the whole one in the plan too ("colwise"), or gather the split one by '
-                '"colwise_rep".'
+                f"Under the plan of tensor parallelism {abbreviated(names)} would get gradients that are whole in part "
+                "and in part those of this process's columns: something whole meets something split in "
+                f'{abbreviated(where)}. Name the layer that makes the whole one in the plan too ("colwise"), or gather '
+                'the split one by "colwise_rep".'
             )
 
     def explain(self, error: BaseException) -> None:
-        """Tell people whose shapes do not fit how a plan can be the reason, once."""
+        """Add a hint about the plan to a shape error, once."""
         if (
             isinstance(error, RuntimeError)
             and not isinstance(error, torch.OutOfMemoryError)
@@ -274,14 +278,14 @@ class _Flow(TorchDispatchMode):
         ):
             error.args = (f"{error} {self.place or 'The model'} {_HINT}",)
 
-    # --- where a tensor comes from ----------------------------------------------------------------------------------
+    # --- dependencies of tensors -------------------------------------------------------------------------------------
 
     def _enters(self, local: Tensor, made: DTensor) -> None:
         if made.device_mesh != self.mesh or isinstance(local, DTensor):
             return
         is_split, origins = self._state(local)
         if self._is_split(made):
-            self._meets_split(origins)
+            self._mark_partial(origins)
         elif is_split:
             raise ValueError(
                 f"The plan of tensor parallelism gives {self.place or 'a layer'} an input that is split; it takes a "
@@ -290,12 +294,12 @@ class _Flow(TorchDispatchMode):
         else:
             self.whole |= origins
 
-    def _meets_split(self, origins: int) -> None:
+    def _mark_partial(self, origins: int) -> None:
         if fresh := origins & ~self.partial:
             self.partial |= origins
             for bit in (*self.bits.values(), self.activation):
                 if fresh & bit:
-                    self.met[bit] = self.place
+                    self.mixed_in[bit] = self.place
 
     def _is_split(self, tensor: DTensor) -> bool:
         return tensor.device_mesh == self.mesh and any(not placement.is_replicate() for placement in tensor.placements)
@@ -308,7 +312,7 @@ class _Flow(TorchDispatchMode):
         if isinstance(tensor, nn.Parameter) and not is_split:
             return False, self._origin(tensor)
         if torch.is_grad_enabled() and not tensor.requires_grad:
-            origins &= self._frozen  # what is trained has no gradient through this tensor
+            origins &= self._frozen  # no gradient flows through this tensor to trained parameters
         return is_split, origins
 
     def _origin(self, param: Tensor) -> int:
@@ -317,16 +321,20 @@ class _Flow(TorchDispatchMode):
                 bit = self.bits.get(own_name(name))
                 if bit is not None and not isinstance(current, DTensor):
                     self._known[id(current)] = bit
-                    self.parameters[bit] = current  # and keeps the address from being used again
+                    self.parameters[bit] = current  # also keeps the address from being reused
         return self._known.get(id(param), 0)
 
 
+def _is_one_of(operation: str, kinds: Sequence[str]) -> bool:
+    return any(kind in operation for kind in kinds)
+
+
 def _memory(tensor: Tensor) -> StorageWeakRef:
-    """Return what a tensor and all views of it have in common."""
+    """Return a key that a tensor shares with all its views."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _plain(output: Any) -> list[Tensor]:
+def _plain_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
 
 
@@ -339,10 +347,10 @@ def _sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
         return total
 
     trained = param.requires_grad
-    param.requires_grad_(True).register_hook(summed)  # type: ignore[no-untyped-call] # a frozen one too: it may be trained later
+    param.requires_grad_(True).register_hook(summed)  # type: ignore[no-untyped-call] # frozen ones too: they may be trained later
     param.requires_grad_(trained)
 
 
-def some(names: list[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+def abbreviated(names: list[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

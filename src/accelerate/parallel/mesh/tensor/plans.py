@@ -1,4 +1,4 @@
-"""Tensor parallelism by a plan: module name patterns -> how a layer is split over the processes of one axis."""
+"""Tensor parallelism by a plan: module name patterns -> how a layer is split over one mesh axis."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....runtime.modules import owner_of
 from ...modules.materialising import Ties
 from ...modules.placeholder import Placeholder
-from ...modules.wrapping import is_called
+from ...modules.wrapping import matches_pattern
 from ..context.ring import require_no_recurrence
-from .partial_gradients import some, sum_partial_gradients
+from .partial_gradients import abbreviated, sum_partial_gradients
 from .transformers_styles import require_known_to_transformers, split_by_transformers
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,15 @@ _STYLES: dict[str, Any] = {
     "sequence_input": lambda: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     "sequence_output": lambda: PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
 }
-"""Styles by name; what each splits is in the documentation of `torch.distributed.tensor.parallel`."""
-_LEFT_WHOLE = ("replicate", "replicated_with_grad_allreduce")
-"""Styles of layers that stay as they are: whose gradients have to be summed is found out for every layer."""
+"""Styles by name; see `torch.distributed.tensor.parallel` for their meaning."""
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
+"""Styles of layers that are not split; gradients to sum are detected for every layer."""
 
 
 def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
-    """Split the layers that the plan names, in place; a model that carries DTensors already is taken as it is.
+    """Split the layers that the plan names, in place. A model that already has DTensors is not changed.
 
-    Weights that were shared stay shared, and what the plan leaves out gets whole gradients: see
-    [Note: partial gradients].
+    Tied weights stay tied, and parameters outside the plan get complete gradients: see [Note: partial gradients].
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         return
@@ -73,74 +72,81 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
         _require_splittable(name, module, style)
         _require_divisible(name, module, style, mesh.size())
     if not rest:
-        _require_ends(layers)
+        _require_matching_ends(layers)
     for module, style in layers.values():
         parallelize_module(module, mesh, style)
     completing = split_by_transformers(model, rest, mesh)
-    _join(model, ties, mesh)
+    _restore_ties(model, ties, mesh)
     if any(isinstance(style, ColwiseParallel) and not style.use_local_output for _, style in layers.values()):
-        _let_losses_take_split_vocabularies()
+        _enable_loss_parallel()
     sum_partial_gradients(model, mesh, completing)
 
 
 def _layers_of(
     model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None
 ) -> tuple[dict[str, tuple[nn.Module, ParallelStyle]], dict[str, str]]:
-    """Return the layers that torch's styles split, and the rules that only transformers can follow."""
+    """Return the layers that torch's styles split, and the rules that only transformers implements."""
     modules = {name: module for name, module in model.named_modules() if name}
     params = [name for name, _ in model.named_parameters()]
+    # The plan of a model class may name layers that this model lacks.
+    matching = _matching_rules(plan, [*modules, *params], warns=plan is given)
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}
     rest: dict[str, str] = {}
-    found = False
-    for pattern, style in plan.items():
-        names = [name for name in modules if is_called(name, pattern)]
-        of_params = any(is_called(name, pattern) for name in params)
-        if not names and not of_params:
-            if plan is given:  # the plan of a class of models may name layers that this one does without
-                logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
+    for pattern, style in matching.items():
+        if style in _REPLICATED:
             continue
-        found = True
-        if style in _LEFT_WHOLE:
-            continue
-        if of_params or not (isinstance(style, ParallelStyle) or style in _STYLES):
+        is_torchs = isinstance(style, ParallelStyle) or style in _STYLES
+        if not is_torchs or any(matches_pattern(name, pattern) for name in params):
             require_known_to_transformers(pattern, style, _STYLES)
             rest[pattern] = style
             continue
-        for name in names:
-            if not isinstance(modules[name], Placeholder):  # another process of the pipeline splits it
-                layers[name] = modules[name], _style(style, modules[name])
-    if not found:
-        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+        for name, module in modules.items():
+            # A placeholder belongs to another process of the pipeline.
+            if matches_pattern(name, pattern) and not isinstance(module, Placeholder):
+                layers[name] = module, _style(style, module)
     return layers, rest
+
+
+def _matching_rules(plan: Mapping[str, Any], names: list[str], *, warns: bool) -> dict[str, Any]:
+    """Return the rules of a plan that match one of the names; at least one must."""
+    matching = {
+        pattern: style for pattern, style in plan.items() if any(matches_pattern(name, pattern) for name in names)
+    }
+    if warns:
+        for pattern in [pattern for pattern in plan if pattern not in matching]:
+            logger.warning("The plan of tensor parallelism names %r, and the model has no such module.", pattern)
+    if not matching:
+        raise ValueError(f"No module of the model has a name in the plan {sorted(plan)}.")
+    return matching
 
 
 def _style(style: Any, module: nn.Module) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     if style == "rowwise" and isinstance(module, nn.Embedding):
-        style = "embedding_rowwise"  # its inputs are numbers of rows, which every process has
+        style = "embedding_rowwise"  # its inputs are row indices, which are replicated
     made: ParallelStyle = _STYLES[style]()
     return made
 
 
-def _require_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
-    """Refuse a plan that splits activations and never joins them, or joins what nobody splits."""
+def _require_matching_ends(layers: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
+    """Refuse a plan that splits activations and never reduces them, or reduces what is not split."""
     styles = [style for _, style in layers.values()]
     if not all(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in styles):
-        return  # what other styles do is seen in the first forward pass
+        return  # other styles are checked in the first forward pass
     begin = [
         name for name, (_, style) in layers.items() if isinstance(style, ColwiseParallel) and _splits_output(style)
     ]
     end = [name for name, (module, style) in layers.items() if _takes_split_input(module, style)]
     if begin and not end:
         raise ValueError(
-            f"The plan of tensor parallelism splits the outputs of {some(begin)}, and no layer takes them so: give the "
-            'layer after each the style "rowwise", or gather the outputs by "colwise_rep".'
+            f"The plan of tensor parallelism splits the outputs of {abbreviated(begin)}, and no layer takes them so: "
+            'give the layer after each the style "rowwise", or gather the outputs by "colwise_rep".'
         )
     if end and not begin:
         raise ValueError(
-            f"The plan of tensor parallelism gives {some(end)} split inputs, and no layer makes such: give the layer "
-            'before each the style "colwise", or take whole inputs by "rowwise_rep".'
+            f"The plan of tensor parallelism gives {abbreviated(end)} split inputs, and no layer makes such: give the "
+            'layer before each the style "colwise", or take whole inputs by "rowwise_rep".'
         )
 
 
@@ -162,8 +168,8 @@ def _require_splittable(name: str, module: nn.Module, style: ParallelStyle) -> N
         )
 
 
-def _join(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
-    """Make shared weights one again; a layer that the plan leaves out is split as the one it shares with."""
+def _restore_ties(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
+    """Tie shared weights again; a layer outside the plan is split like the one it shares with."""
     for names in ties.groups:
         params = {name: model.get_parameter(name) for name in names}
         ways = {param.placements for param in params.values() if isinstance(param, DTensor)}
@@ -182,7 +188,7 @@ def _join(model: nn.Module, ties: Ties, mesh: DeviceMesh) -> None:
 
 
 def _like(layer: nn.Module, own: str, placements: tuple[Any, ...], names: list[str]) -> ParallelStyle:
-    """Return the style that splits a layer's weight in this way, and neither its inputs nor its outputs."""
+    """Return the style that splits a layer's weight in this way, but neither its inputs nor its outputs."""
     by_rows = placements == (Shard(0),)
     if own == "weight" and (by_rows or placements == (Shard(1),)):
         if isinstance(layer, nn.Embedding):
@@ -233,8 +239,8 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, found))
 
 
-def _let_losses_take_split_vocabularies() -> None:
-    """Teach cross entropy to work on logits of which every process has some columns, from now on."""
+def _enable_loss_parallel() -> None:
+    """Enable torch's `loss_parallel` for the rest of the process: cross entropy takes sharded logits."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     global _loss_context
@@ -247,12 +253,12 @@ _loss_context: Any = None
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return over how many processes a library has split a model's layers; None without a note of it.
+    """Return the tensor-parallel size that a library recorded on a model, or None.
 
-    It stands in the model's `tp_size`, or in the `distributed_config` of its configuration, as transformers 5 has it.
+    It is the model's `tp_size`, or that of `config.distributed_config` in transformers 5.
     """
     size = getattr(model, "tp_size", None)
     if size is None:
-        noted = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = noted.get("tp_size") if isinstance(noted, Mapping) else getattr(noted, "tp_size", None)
+        recorded = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = recorded.get("tp_size") if isinstance(recorded, Mapping) else getattr(recorded, "tp_size", None)
     return None if size is None else int(size)

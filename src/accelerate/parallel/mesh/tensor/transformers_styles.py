@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism that only transformers can follow: parameters of experts, packed weights."""
+"""Tensor-parallel styles that only transformers implements: expert parameters, packed weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...modules.wrapping import is_called
+from ...modules.wrapping import matches_pattern
 from .partial_gradients import Completing
 
-_FOLLOWED = (
+_SUPPORTED = (
     "colwise",
     "rowwise",
     "packed_colwise",
@@ -24,22 +24,22 @@ _FOLLOWED = (
     "all_reduce",
     "embedding_colwise",
 )
-"""Those of its styles that split layers over one axis and whose gradients are known to be right."""
+"""Its styles that split layers over one axis with correct gradients."""
 
 
 def require_known_to_transformers(pattern: str, style: Any, ours: Iterable[str]) -> None:
     """Refuse a style that neither torch nor transformers has."""
-    if style in _FOLLOWED and _engine() is not None:
+    if style in _SUPPORTED and _engine() is not None:
         return
     raise ValueError(
         f"The plan of tensor parallelism gives {pattern!r} the style {style!r}: choose one of {', '.join(ours)}, or a "
-        f"ParallelStyle of torch. Models of transformers 5 can also have {', '.join(_FOLLOWED[2:])}, and styles of "
+        f"ParallelStyle of torch. Models of transformers 5 can also have {', '.join(_SUPPORTED[2:])}, and styles of "
         "single parameters."
     )
 
 
 def split_by_transformers(model: nn.Module, rules: Mapping[str, str], mesh: DeviceMesh) -> Completing:
-    """Let transformers follow its own rules; return the modules that then complete gradients by themselves."""
+    """Apply the rules that only transformers implements; return the modules that reduce gradients themselves."""
     if not rules:
         return Completing()
     _engine().apply_tensor_parallelism(model, mesh, dict(rules))
@@ -54,7 +54,7 @@ def split_by_transformers(model: nn.Module, rules: Mapping[str, str], mesh: Devi
 
     def split_by(wanted: str) -> list[nn.Module]:
         patterns = [pattern for pattern, style in rules.items() if style == wanted]
-        return [module for name, module in model.named_modules() if any(is_called(name, p) for p in patterns)]
+        return [module for name, module in model.named_modules() if any(matches_pattern(name, p) for p in patterns)]
 
     return Completing(inputs=split_by("moe_tp_experts"), outputs=split_by("mla_kv_a_proj"))
 
