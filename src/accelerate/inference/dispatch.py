@@ -46,6 +46,7 @@ from .tensors import (
     get_non_persistent_buffers,
     named_module_tensors,
     retie_parameters,
+    tensors_with,
 )
 
 logger = logging.getLogger(__name__)
@@ -205,31 +206,24 @@ def dispatch(
     if any(_offloading_hook(module) is not None for module in model.modules()):
         remove_hook_from_submodules(model)  # it was dispatched before: what was away comes back
     _check_device_map(model, device_map)
-    places = {str(place) if not isinstance(place, int) else place for place in device_map.values()}
     _check_devices(device_map)
-    if len(places) == 1 and "disk" not in places and not force_hooks:
+    if _is_one_device(device_map) and not force_hooks:
         _check_nothing_on_meta(model)
         model.to(as_device(next(iter(device_map.values()))))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
 
-    if main_device is None:
-        main_device = next((place for place in device_map.values() if str(place) not in OFFLOADED), "cpu")
-    away_places = ("disk",) if as_device(main_device) == torch.device("cpu") else OFFLOADED
     blocks = _blocks(model, device_map)
-    away = {name: str(place) in away_places for name, place in blocks.items()}
-    execution = {name: main_device if str(place) in OFFLOADED else place for name, place in blocks.items()}
-
+    execution_devices, offloaded = _execution(blocks, _main_device(device_map) if main_device is None else main_device)
     check_tied_parameters_on_same_device(tied, device_map)
-    weights = _weights_away(model, blocks, away, state_dict, offload_dir, offload_index, tied)
+    weights = _offloaded_weights(model, blocks, offloaded, state_dict, offload_dir, offload_index, tied)
     if weights is not None:
         weights = _with_aliases(weights, tied)
-    _check_weights(model, blocks, away, weights or {}, offload_buffers)
-    execution.setdefault("", main_device)
+    _check_weights(model, blocks, offloaded, weights or {}, offload_buffers)
     attach_align_device_hook_on_blocks(
         model,
-        execution,
-        away,
+        execution_devices,
+        offloaded,
         weights,
         offload_buffers,
         skip_keys=skip_keys,
@@ -240,6 +234,28 @@ def dispatch(
     _guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _is_one_device(device_map: Mapping[str, Place]) -> bool:
+    """Tell whether a whole model is on one device, and not on disk."""
+    places = {place if isinstance(place, int) else str(place) for place in device_map.values()}
+    return len(places) == 1 and "disk" not in places
+
+
+def _main_device(device_map: Mapping[str, Place]) -> Device:
+    """Return the device that computes what is offloaded: the first accelerator of a map, or the CPU."""
+    return next((place for place in device_map.values() if str(place) not in OFFLOADED), "cpu")
+
+
+def _execution(blocks: Mapping[str, Place], main_device: Device) -> tuple[dict[str, Device], dict[str, bool]]:
+    """Return for each block the device it computes on, and whether it is offloaded until then.
+
+    Blocks on the CPU are offloaded only if the main device is another one.
+    """
+    offload_places = ("disk",) if as_device(main_device) == torch.device("cpu") else OFFLOADED
+    devices = {name: main_device if str(place) in OFFLOADED else place for name, place in blocks.items()}
+    devices.setdefault("", main_device)
+    return devices, {name: str(place) in offload_places for name, place in blocks.items()}
 
 
 def _check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
@@ -295,38 +311,46 @@ def _uncovered(model: nn.Module, outer: str, blocks: Mapping[str, Any]) -> list[
     return found
 
 
-def _weights_away(
+def _offloaded_weights(
     model: nn.Module,
     blocks: Mapping[str, Place],
-    away: Mapping[str, bool],
+    offloaded: Mapping[str, bool],
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
     tied: Sequence[Sequence[str]],
 ) -> Mapping[str, Any] | None:
-    """Return the weights that are away: those for the CPU in memory, those for the disk written or found there."""
+    """Return the offloaded weights: those for the CPU in memory, those for the disk written or found there.
+
+    Return None if nothing is offloaded.
+    """
     on_disk = [name for name, place in blocks.items() if str(place) == "disk"]
-    on_cpu = [name for name, is_away in away.items() if is_away and name not in on_disk]
+    on_cpu = [name for name, is_offloaded in offloaded.items() if is_offloaded and name not in on_disk]
     if not on_disk and not on_cpu:
         return None
-    if on_disk and offload_dir is None and offload_index is None:
-        raise ValueError(
-            f"The device_map puts {len(on_disk)} module(s) on disk ({_some(on_disk)}): give `offload_dir`, the folder "
-            "for their weights."
-        )
     given = model.state_dict() if state_dict is None else state_dict
-    if on_disk and offload_index is None:
-        assert offload_dir is not None
+    if not on_disk:
+        return OffloadedWeightsLoader(_in_memory(given, on_cpu))
+    if offload_index is None:
+        if offload_dir is None:
+            raise ValueError(
+                f"The device_map puts {len(on_disk)} module(s) on disk ({_some(on_disk)}): give `offload_dir`, the "
+                "folder for their weights."
+            )
         _write(offload_dir, extract_submodules_state_dict(given, on_disk), tied)
-    in_memory = extract_submodules_state_dict(given, on_cpu) if on_cpu else {}
-    in_memory = {name: tensor.detach().to("cpu") for name, tensor in in_memory.items() if not tensor.is_meta}
-    return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index if on_disk else None)
+    return OffloadedWeightsLoader(_in_memory(given, on_cpu), offload_dir, offload_index)
+
+
+def _in_memory(state: Mapping[str, Tensor], modules: Sequence[str]) -> dict[str, Tensor]:
+    """Return the weights of some modules that have values, on the CPU."""
+    found = extract_submodules_state_dict(state, modules)
+    return {name: tensor.detach().to("cpu") for name, tensor in found.items() if not tensor.is_meta}
 
 
 def _check_weights(
     model: nn.Module,
     blocks: Mapping[str, Place],
-    away: Mapping[str, bool],
+    offloaded: Mapping[str, bool],
     weights: Mapping[str, Any],
     offload_buffers: bool,
 ) -> None:
@@ -336,10 +360,10 @@ def _check_weights(
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for name, tensor in all_names_of_tensors(model, recurse=True):
         block = name
-        while block and block not in away:
+        while block and block not in offloaded:
             block = block.rpartition(".")[0]
         stays = name in temporary or (name in buffers and not offload_buffers)
-        if away.get(block, False) and not stays:
+        if offloaded.get(block, False) and not stays:
             if name not in weights:
                 lost.append(f"{name} (for {blocks[block]}: neither in the weights given nor in the index)")
         elif tensor.is_meta and str(blocks.get(block)) != "meta":
@@ -376,8 +400,7 @@ def _share_what_is_tied(model: nn.Module, tied: Sequence[Sequence[str]]) -> None
                 if hook.execution_device is not None and check_device_same(
                     tensor.device, as_device(hook.execution_device)
                 ):
-                    store: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
-                    store[name] = tensor
+                    tensors_with(owner, name)[name] = tensor
                     hook.tied_params_names.add(name)
                     break
 

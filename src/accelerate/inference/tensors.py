@@ -96,50 +96,65 @@ def set_module_tensor_to_device(
     8-bit weight of bitsandbytes.
     """
     owner, name = owner_of(module, tensor_name)
-    is_buffer = name in owner._buffers
-    if not is_buffer and name not in owner._parameters:
+    tensors = tensors_with(owner, name)
+    if name not in tensors:
         raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}).")
-    old = owner._buffers[name] if is_buffer else owner._parameters[name]
     target = as_device(device)
-    if old is None:
-        if value is None:
-            return
-        old = value
-    if value is None and check_device_same(old.device, target) and dtype is None:
+    old: Tensor | None = value if tensors[name] is None else tensors[name]
+    if old is None or (value is None and dtype is None and check_device_same(old.device, target)):
         return
-    if value is None and old.is_meta and target != META:
-        raise ValueError(f"{tensor_name} is on the meta device: a `value` is needed to put it on {target}.")
-    if value is not None and old.shape != value.shape and not _is_packed(old):
-        raise ValueError(
-            f"Trying to set a tensor of shape {value.shape} in {tensor_name}, which has the shape {old.shape}: they "
-            "are not of one model."
-        )
+    _check_value(tensor_name, old, value, target)
     source = old if value is None else value
-    copies = None if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr())
-    if copies is not None and target in copies and copies[target].shape == source.shape:
-        placed: Tensor = copies[target]
-    else:
-        placed = _placed(source, target, dtype if value is None else _dtype_for(old, value, dtype), non_blocking)
+    copies = _tied_copies(source, tied_params_map)
+    placed = copies.get(target)
+    if placed is None or placed.shape != source.shape:
+        placed = _copied(source, target, _dtype_for(old, value, dtype), non_blocking)
         if fp16_statistics is not None:
             placed.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
-        if not is_buffer:
+        if tensors is owner._parameters:
             placed = as_parameter(placed, like=old)
-        if copies is not None and target != META:
+        if target != META:
             copies[target] = placed
-    (owner._buffers if is_buffer else owner._parameters)[name] = placed  # type: ignore[assignment]
-    if clear_cache and accelerator_type() == old.device.type and target.type != old.device.type:
+    tensors[name] = placed
+    if clear_cache and _leaves_accelerator(old.device, target):
         clear_device_cache()
 
 
-def _dtype_for(old: Tensor, value: Tensor, dtype: torch.dtype | str | None) -> torch.dtype | None:
+def tensors_with(owner: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dictionary of a module that a tensor belongs to: its buffers, or else its parameters."""
+    return owner._buffers if name in owner._buffers else owner._parameters
+
+
+def _check_value(name: str, old: Tensor, value: Tensor | None, target: torch.device) -> None:
+    """Raise if there is no value to place, or if it is not one for this tensor."""
+    if value is None and old.is_meta and target != META:
+        raise ValueError(f"{name} is on the meta device: a `value` is needed to put it on {target}.")
+    if value is not None and old.shape != value.shape and not _is_packed(old):
+        raise ValueError(
+            f"Trying to set a tensor of shape {value.shape} in {name}, which has the shape {old.shape}: they "
+            "are not of one model."
+        )
+
+
+def _tied_copies(source: Tensor, tied_params_map: TiedTensors | None) -> dict[Any, Tensor]:
+    """Return the copies of a tied tensor by device; a tensor that is not tied has none."""
+    return {} if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr(), {})
+
+
+def _leaves_accelerator(device: torch.device, target: torch.device) -> bool:
+    return device.type == accelerator_type() and target.type != device.type
+
+
+def _dtype_for(old: Tensor, value: Tensor | None, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that a tensor takes with its new value; None keeps that of the value."""
     if dtype is None:
-        return None if _is_packed(old) else old.dtype
-    return proper_dtype(dtype) if value.is_floating_point() or value.is_complex() else None
+        return None if value is None or _is_packed(old) else old.dtype
+    return proper_dtype(dtype) if value is None or value.is_floating_point() or value.is_complex() else None
 
 
-def _placed(source: Tensor, target: torch.device, dtype: torch.dtype | str | None, non_blocking: bool) -> Tensor:
+def _copied(source: Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> Tensor:
     with torch.no_grad():
-        return source.detach().to(target, proper_dtype(dtype) or source.dtype, non_blocking=non_blocking)
+        return source.detach().to(target, dtype or source.dtype, non_blocking=non_blocking)
 
 
 def proper_dtype(dtype: torch.dtype | str | None) -> Any:
@@ -189,8 +204,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
             source = next((tensor for tensor in found if isinstance(tensor, Tensor)), None)
         for (owner, name), tensor in zip(holders, found, strict=True):
             if source is not None and (tensor is None or tensor.is_meta or tensor.device == source.device):
-                store = owner._buffers if name in owner._buffers else owner._parameters
-                store[name] = source  # type: ignore[assignment]
+                tensors_with(owner, name)[name] = source
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
