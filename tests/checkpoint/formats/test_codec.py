@@ -45,7 +45,7 @@ DATA = {
 def test_plain_data_comes_back(tmp_path: Path) -> None:
     codec.write(DATA, tmp_path / "x.bin")
     assert str(codec.read(tmp_path / "x.bin")) == str(DATA)
-    assert codec.strangers_in(tmp_path / "x.bin") == []
+    assert codec.unsafe_globals_in(tmp_path / "x.bin") == []
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u8", "?", "c16", "U3", "M8[D]"])

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats.saving import memory_of
+from ...checkpoint.formats.saving import storage_key
 from ...runtime.devices.device import is_cpu, pinned
 from .mapping import bring, let_go
 
@@ -36,7 +36,7 @@ class Layer:
         weights: dict[str, Tensor] = {}
         for name, dtype in self.dtypes.items():
             stored: Tensor = self.weights[name]
-            key = memory_of(stored) if stored.numel() else name
+            key = storage_key(stored) if stored.numel() else name
             if key not in ready:
                 ready[key] = self._ready(stored, dtype, device)
             weights[name] = ready[key]
