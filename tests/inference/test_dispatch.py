@@ -138,7 +138,7 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     ahead = []
 
     def look(*_: Any) -> None:
-        ahead.append(stream._ahead[0].weights.prefix if stream._ahead else None)
+        ahead.append(stream._prefetched[0].weights.prefix if stream._prefetched else None)
 
     for layer in model.layers:
         old = layer._old_forward

@@ -162,7 +162,7 @@ class Checkpointer:
         return parts
 
     def _engine_parts(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
-        """Return the parts of models that an engine owns, with their optimizers; a model without an optimizer may have no engine."""
+        """Return the parts of models that an engine owns; a model without an optimizer may have no engine."""
         engines = self.prepared.strategy.engine_states(models)
         if not any(engines):
             return []

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.inference.offload import mapping
-from accelerate.inference.offload.mapping import bring, is_mapped, let_go
+from accelerate.inference.offload.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.inference.offload.weights import SafetensorsFile, TensorFile
 from accelerate.utils import (
     OffloadedWeightsLoader,
@@ -98,11 +98,11 @@ def test_pages_are_brought_and_given_back_with_their_values(
     save_file({"w": torch.arange(100_000.0), "v": torch.ones(10)}, tmp_path / "x.safetensors")
     view = SafetensorsFile(tmp_path / "x.safetensors").view("w")
     for _ in range(2):
-        bring(view)
+        prefetch_pages(view)
         assert float(view.double().sum()) == 99_999 * 50_000
-        let_go(view)
+        release_pages(view)
     plain = torch.ones(100_000)
-    let_go(plain)
+    release_pages(plain)
     assert float(plain.sum()) == 100_000, "memory that is not mapped is left alone"
 
 
