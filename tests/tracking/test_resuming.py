@@ -176,7 +176,7 @@ def test_mlflow_deletes_a_run_that_was_opened_before_the_resume_and_got_nothing(
         new.start()
         left = new.run_id
         new.discard()
-        new.go_on(old.run_identity(), next_step=1)
+        new.resume_run(old.run_identity(), next_step=1)
         new.start()
         new.log({"loss": 2.0})
         new.finish()

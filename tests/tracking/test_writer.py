@@ -58,7 +58,7 @@ def raising(error: Exception, *calls: int) -> Callable[[int], None]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SECONDS_BETWEEN_TRIES", (0.01, 0.02))
+    monkeypatch.setattr(writer, "RETRY_DELAYS", (0.01, 0.02))
 
 
 def begun(tracker: GeneralTracker, **options: Any) -> Accelerator:
@@ -243,7 +243,7 @@ class OnAServer(Scripted):
 def test_a_server_that_is_too_slow_loses_records_and_they_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
     tracker = OnAServer(lambda call: time.sleep(0.1))
     accelerator = begun(tracker)
     for step in range(20):
@@ -258,7 +258,7 @@ def test_a_server_that_is_too_slow_loses_records_and_they_are_counted(
 def test_a_tracker_without_a_server_loses_nothing_in_a_tight_loop(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 50)
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 50)
     accelerator = Accelerator(log_with=name if name == "jsonl" else Scripted(), project_dir=tmp_path, cpu=True)
     accelerator.init_trackers("project")
     for step in range(5000):
@@ -275,8 +275,8 @@ def test_a_tracker_without_a_server_loses_nothing_in_a_tight_loop(
 
 
 def test_waiting_for_a_local_tracker_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
-    monkeypatch.setattr(writer, "SECONDS_BEFORE_A_WAIT_IS_TOLD", 0.05)
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(writer, "SECONDS_BEFORE_WAIT_WARNING", 0.05)
     tracker = Scripted(lambda call: time.sleep(0.1))
     accelerator = begun(tracker)
     for step in range(8):
@@ -288,8 +288,8 @@ def test_waiting_for_a_local_tracker_is_told(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_nobody_waits_for_a_local_tracker_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
-    monkeypatch.setattr(writer, "SECONDS_BETWEEN_TRIES", (0.5,))
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(writer, "RETRY_DELAYS", (0.5,))
     tracker = Scripted(raising(OSError("gone")))
     accelerator = begun(tracker)
     accelerator.log({"x": 0})
@@ -305,7 +305,7 @@ def test_nobody_waits_for_a_local_tracker_that_fails(monkeypatch: pytest.MonkeyP
         accelerator.log({"x": step})
     assert time.monotonic() - before < limit(0.4)
     accelerator.end_training()
-    assert accelerator._trackers._losses() == {"scripted": 2000}
+    assert accelerator._trackers._lost_records() == {"scripted": 2000}
 
 
 def test_what_another_tracker_lost_is_in_the_file(tmp_path: Path) -> None:

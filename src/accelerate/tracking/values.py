@@ -1,4 +1,4 @@
-"""Configs and values of any shape, as plain data."""
+"""Convert configs and values of any shape to plain data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _LEAVES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def flat(config: Any, separator: str = ".") -> dict[str, bool | int | float | str | None]:
-    """Return one level of names: `{"model": {"depth": 2}}` becomes `{"model.depth": 2}`, lists become text."""
+    """Flatten a config to one level: `{"model": {"depth": 2}}` becomes `{"model.depth": 2}`, lists become text."""
     result: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -90,13 +90,13 @@ def flat(config: Any, separator: str = ".") -> dict[str, bool | int | float | st
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a logged value is a point of a curve."""
+    """Tell whether a logged value is a number."""
     return isinstance(value, (int, float, np.number))
 
 
 @cache
-def say_left_out(tracker: str, name: str, kind: str) -> None:
-    """Say, once for each name, that a tracker has no place for a value of this kind."""
+def warn_dropped(tracker: str, name: str, kind: str) -> None:
+    """Warn, once for each name, that a tracker cannot store a value of this type."""
     logger.warning("The tracker %r cannot store %r, a %s: it is left out.", tracker, name, kind)
 
 

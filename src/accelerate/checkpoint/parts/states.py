@@ -357,7 +357,7 @@ class ProgressPart(Part):
             optimizer.steps_taken = taken
         self.step = max(steps, default=None)
         if self.seeks and self.trackers is not None:  # `load_state` may load into another run
-            self.trackers.go_on(state.get("trackers", {}))
+            self.trackers.resume_runs(state.get("trackers", {}))
 
 
 def _some(names: Sequence[str]) -> str:
