@@ -117,7 +117,7 @@ class Trackers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
             self._number(step)
-            record = Record(_copied(values) | _rank_metrics(), step, dict(log_kwargs))
+            record = Record(_copied(values) | _straggler_metrics(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
 
@@ -189,13 +189,13 @@ def _name_of(requested: str | GeneralTracker) -> str:
     return str(requested if isinstance(requested, str) else getattr(requested, "name", ""))
 
 
-def _rank_metrics() -> dict[str, Any]:
-    """Return the metrics of the ranks that the watcher has measured since the last call."""
+def _straggler_metrics() -> dict[str, Any]:
+    """Return the straggler that the watcher has found since the last call, as metrics."""
     clock = phases.clock
     if clock is None or clock.news is None:
         return {}
-    news, clock.news = clock.news, None
-    return news
+    metrics, clock.news = clock.news, None
+    return metrics
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
