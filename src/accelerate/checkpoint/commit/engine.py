@@ -126,7 +126,7 @@ class Fetched:
         """Return the names of the files in its folder."""
         return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
-    def not_in(self, parts: Sequence[Part]) -> list[str]:
+    def unmatched(self, parts: Sequence[Part]) -> list[str]:
         """Return the contents that do not belong to any of the parts."""
         if self.record is not None:
             known = {part.name for part in parts}
@@ -236,7 +236,7 @@ class CheckpointEngine:
                     objection = part.objection(states[part.name])
                 if objection is not None:
                     objections.append(f"{part.name}: {objection}")
-            report.extra = source.not_in(parts)
+            report.extra = source.unmatched(parts)
             if objections:
                 raise ValueError("; ".join(objections))
             if strict and (report.missing or report.extra):
