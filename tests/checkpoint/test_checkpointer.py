@@ -119,7 +119,7 @@ def test_without_any_checkpoint_there_is_an_error_that_says_where(tmp_path: Path
             call()
 
 
-def test_a_folder_beside_automatic_names_is_not_used_and_told_once(
+def test_a_folder_beside_automatic_names_is_ignored_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = StampedRun(tmp_path)
@@ -233,7 +233,7 @@ def test_missing_and_extra_parts_are_listed_or_returned(world_size: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("prepare", "said"),
+    ("prepare", "message"),
     [
         (lambda a: a.prepare(nn.Linear(3, 2)), r"model: weight has shape \(2, 3\) here and \(2, 2\) in the checkpoint"),
         (
@@ -252,12 +252,12 @@ def test_missing_and_extra_parts_are_listed_or_returned(world_size: int, tmp_pat
         ),
     ],
 )
-def test_a_part_of_another_shape_is_described(prepare: Any, said: str, tmp_path: Path) -> None:
+def test_a_part_of_another_shape_is_described(prepare: Any, message: str, tmp_path: Path) -> None:
     saving, _ = accelerator_with("model", "optimizer")
     saving.save_state(tmp_path / "ckpt")
     loading = Accelerator(cpu=True)
     prepare(loading)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         loading.load_state(tmp_path / "ckpt", strict=False)
 
 
@@ -580,17 +580,19 @@ def test_the_rest_of_an_epoch_comes_after_a_resume_whatever_the_loader(
 
 @ranks(2)
 def test_one_process_tells(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accelerate").addHandler(handler)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.save_state(tmp_path / "ckpt")
     logging.getLogger("accelerate").removeHandler(handler)
-    told = [text for text in said if "first 1 of 3 micro-batches are not part of a checkpoint" in text]
-    assert len(told) == (1 if accelerator.is_main_process else 0)
+    warnings_of_window = [
+        text for text in messages if "first 1 of 3 micro-batches are not part of a checkpoint" in text
+    ]
+    assert len(warnings_of_window) == (1 if accelerator.is_main_process else 0)
 
 
 def test_a_checkpoint_can_be_moved_and_copied(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that is asked to leave saves at one step on all ranks, ends with 75, and goes on from there."""
+"""A preempted run saves at one step on all ranks, exits with 75, and resumes from there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("way", ["signal", "file"])
-def test_the_run_saves_and_leaves_and_the_next_start_goes_on(way: str, processes: int, tmp_path: Path) -> None:
+def test_a_preempted_run_saves_and_the_next_start_resumes(way: str, processes: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("launch", "--cpu", "--num_processes", processes, "--max_restarts", 1 if processes == 2 else 0, "train.py")
     process = start_accelerate(*words, directory=tmp_path)
@@ -54,7 +54,7 @@ def test_the_run_saves_and_leaves_and_the_next_start_goes_on(way: str, processes
     reason = "SIGTERM" if way == "signal" else "PREEMPT"
     assert re.search(f"Stop requested by .*{reason}.*saved .*checkpoint_0", complaints), complaints
     assert "the run failed" not in complaints
-    assert not (tmp_path / "run" / "PREEMPT").exists(), "the next start is not asked to leave"
+    assert not (tmp_path / "run" / "PREEMPT").exists(), "the next start is not preempted"
     seen = [int(line) for line in printed.split()]
     again = run_accelerate(*words, directory=tmp_path)
     assert again.code == 0, again.complaints

@@ -21,8 +21,8 @@ STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
 WORLDS = [4, 2, 3, 4]
 
 
-class Said(logging.Handler):
-    """Keeps what was logged."""
+class LogCapture(logging.Handler):
+    """Collect log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ def train(
     *, folder: Path, first: int, last: int, split_batches: bool = True, batch_size: int = GLOBAL_BATCH
 ) -> dict[str, Any]:
     """Train from one step to another, loading before and saving after; return samples and losses by step."""
-    said = Said()
-    logging.getLogger("accelerate").addHandler(said)
+    messages = LogCapture()
+    logging.getLogger("accelerate").addHandler(messages)
     accelerator = Accelerator(cpu=True, split_batches=split_batches, gradient_accumulation_steps=1)
     set_seed(3)
     features, labels = make_data(SAMPLES).tensors
@@ -68,9 +68,9 @@ def train(
             if step == last:
                 break
     accelerator.save_state(folder)
-    logging.getLogger("accelerate").removeHandler(said)
+    logging.getLogger("accelerate").removeHandler(messages)
     number = torch.rand(()).item()
-    return {"samples": samples, "losses": losses, "changes": changes, "said": said.texts, "number": number}
+    return {"samples": samples, "losses": losses, "changes": changes, "messages": messages.texts, "number": number}
 
 
 def test_four_two_three_and_four_processes_are_one_run(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_four_two_three_and_four_processes_are_one_run(tmp_path: Path) -> None:
             else:
                 assert f"saved on {before} processes, loaded on {world}" in rank["changes"][0]
                 assert "rank 0 keeps its generators; those of the other ranks were derived" in rank["changes"][1]
-        told = "\n".join(leg[0]["said"])
-        assert (f"saved on {before} processes, loaded on {world}" in told) == (before is not None)
-        assert not any("saved on" in text for rank in leg[1:] for text in rank["said"]), "one process tells"
+        output = "\n".join(leg[0]["messages"])
+        assert (f"saved on {before} processes, loaded on {world}" in output) == (before is not None)
+        assert not any("saved on" in text for rank in leg[1:] for text in rank["messages"]), "one process logs it"
         distinct = len({rank["number"] for rank in leg})
         assert distinct == (1 if before is None else world), "every rank has generators of its own"
         before = world

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate.checkpoint.group import Crew
+from accelerate.checkpoint.group import CheckpointGroup
 from accelerate.config.plugins.handlers import InitProcessGroupKwargs
 from accelerate.config.plugins.parallelism import ParallelismConfig
 from accelerate.runtime.group.runtime import Runtime
@@ -37,7 +37,7 @@ def test_the_users_timeout_reaches_the_groups_of_a_mesh_and_of_checkpoints() -> 
     default = dist.distributed_c10d.default_pg_timeout
     runtime = Runtime.start(init_handler=InitProcessGroupKwargs(timeout=OURS))
     assert timeouts_of_a_mesh("cpu") == [OURS, OURS]
-    assert timeout_of(Crew.assemble(runtime, on_each_node=False).group) == OURS
+    assert timeout_of(CheckpointGroup.of_all_ranks(runtime, on_each_node=False).process_group) == OURS
     assert timeout_of(dist.new_group()) == default, "groups that others make keep torch's default"
 
 

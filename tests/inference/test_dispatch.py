@@ -135,18 +135,18 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     model = tied_model(layers=4)
     disk_offload(model, tmp_path, execution_device="cpu")
     stream = model.layers[0]._hf_hook._stream
-    ahead = []
+    prefetched = []
 
     def look(*_: Any) -> None:
-        ahead.append(stream._ahead[0].weights.prefix if stream._ahead else None)
+        prefetched.append(stream._prefetched[0].weights.prefix if stream._prefetched else None)
 
     for layer in model.layers:
         old = layer._old_forward
         layer._old_forward = lambda x, old=old: (look(), old(x))[1]
     for _ in range(2):
-        ahead.clear()
+        prefetched.clear()
         outputs(model)
-        assert ahead == ["layers.1.", "layers.2.", "layers.3.", "norm."]
+        assert prefetched == ["layers.1.", "layers.2.", "layers.3.", "norm."]
 
 
 def test_another_order_than_expected_is_right_too(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_weights_go_into_the_memory_that_is_there(checkpoint: Path) -> None:
     assert torch.equal(outputs(model), outputs(tied_model()))
 
 
-def test_what_the_model_does_not_have_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_weights_are_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_checkpoint_in_model(tied_model(), checkpoint)
     assert not caplog.records
     load_checkpoint_in_model(Tied(layers=1), checkpoint)
@@ -340,7 +340,7 @@ def test_what_the_model_does_not_have_is_told(checkpoint: Path, caplog: pytest.L
     assert "layers.1.weight" in record.getMessage()
 
 
-def test_what_is_missing_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_reported(checkpoint: Path, tmp_path: Path) -> None:
     with init_empty_weights():
         larger = Tied(layers=3)
     with pytest.warns(UserWarning, match=r"no values for 2 tensors .*: layers\.2\.weight, layers\.2\.bias"):

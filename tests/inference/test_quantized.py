@@ -260,7 +260,7 @@ def test_what_is_on_disk_is_not_quantised_and_computes(tmp_path: Path, folder: P
         empty = model()
     places = {"words": "cpu", "blocks": "cpu", "blocks.1": "disk", "norm": "cpu", "table": "cpu", "head": "cpu"}
     loaded = load_and_quantize_model(
-        empty, config("int8"), weights_location=folder, device_map=places, offload_folder=tmp_path / "away"
+        empty, config("int8"), weights_location=folder, device_map=places, offload_folder=tmp_path / "offload"
     )
     assert type(loaded.blocks[1][0]) is nn.Linear
     assert loaded.blocks[1][0].weight.is_meta
@@ -281,7 +281,7 @@ def test_a_plan_knows_the_sizes_after_quantising() -> None:
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
+def test_mistakes_raise(folder: Path, tmp_path: Path) -> None:
     with init_empty_weights():
         empty = model()
     with pytest.raises(ValueError, match="weights_location="):
@@ -310,7 +310,7 @@ def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
-def test_an_absent_package_is_told_with_its_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_raises_with_its_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)

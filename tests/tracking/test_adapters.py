@@ -151,10 +151,10 @@ def test_a_dictionary_becomes_several_curves(name: str, odd_run: tuple[Path, lis
 def test_what_a_tracker_cannot_take_is_left_out_with_one_warning_for_its_name(
     name: str, odd_run: tuple[Path, list[str]]
 ) -> None:
-    directory, said = odd_run
+    directory, messages = odd_run
     stored = READERS[name](directory)
     client = "MLflow" if name == "mlflow" else f"The tracker '{name}'"
-    warned = [line for line in said if line.startswith(client) and "'thing'" in line]
+    warned = [line for line in messages if line.startswith(client) and "'thing'" in line]
     assert "thing" not in stored.curves
     assert "thing" not in stored.texts
     assert len(warned) == (name != "trackio")  # which warns by itself
@@ -162,12 +162,12 @@ def test_what_a_tracker_cannot_take_is_left_out_with_one_warning_for_its_name(
 
 @pytest.mark.parametrize("name", [needs("mlflow")])
 def test_long_and_many_parameters_fit_into_mlflow(name: str, odd_run: tuple[Path, list[str]]) -> None:
-    directory, said = odd_run
+    directory, messages = odd_run
     config = READERS[name](directory).config
     assert len(config) == len(odd_script.CONFIG) > 250
     assert len(config["long"]) == 6000
     assert config["long"].endswith("x... (shortened)")
-    assert sum("shortened" in line for line in said) == 1
+    assert sum("shortened" in line for line in messages) == 1
 
 
 def test_a_run_of_mlflow_can_be_opened_again_with_another_config_and_takes_files(

@@ -34,7 +34,7 @@ def test_a_tracker_that_has_everything_is_made_without_asking_its_client() -> No
     assert Whole().name == "whole"
 
 
-def test_a_tracker_that_lacks_something_is_told_all_of_it_at_construction() -> None:
+def test_all_missing_attributes_raise_at_construction() -> None:
     class Half(GeneralTracker):
         name = "half"
 

@@ -112,11 +112,11 @@ for step in range(10_000_000):
         if int(line) == 300:
             os.kill(process.pid, signal.SIGKILL)
             break
-    said = [300, *map(int, process.stdout.read().split())]
+    printed = [300, *map(int, process.stdout.read().split())]
     process.wait()
     steps = [record["step"] for record in records(tmp_path / "project" / "run" / "metrics.jsonl") if "values" in record]
     assert steps == list(range(len(steps)))
-    assert len(steps) >= said[-1] + 1
+    assert len(steps) >= printed[-1] + 1
 
 
 def test_a_disk_that_takes_a_part_stores_every_record_once_when_there_is_room(tmp_path: Path) -> None:

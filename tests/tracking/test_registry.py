@@ -76,9 +76,9 @@ def test_all_takes_what_is_there_and_says_which(caplog: pytest.LogCaptureFixture
     assert mine in chosen
     assert "jsonl" not in chosen, "only where it is named"
     assert not {"wandb", "aim", "mlflow", "tensorboard"} & {item for item in chosen if isinstance(item, str)}
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "logs to: " in said
-    assert "wandb (not installed)" in said
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "logs to: " in message
+    assert "wandb (not installed)" in message
     assert LoggerType.WANDB not in get_available_trackers()
     assert filter_trackers(["all", "jsonl"]).count("jsonl") == 1
 

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is one run in every tracker that can go on with one."""
+"""A run that is killed and resumed is one run in every tracker that can reopen one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_report_shows_one_run_without_a_gap_and_without_a_doubled_step(
 
 
 @pytest.mark.parametrize("name", [needs("mlflow"), needs("trackio")])
-def test_stores_that_forget_nothing_have_one_run_with_the_later_values_last(
+def test_append_only_stores_have_one_run_with_the_later_values_last(
     name: str, killed: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     loss = dict(READERS[name](killed[0]).curves["loss"])  # finds one run only
@@ -176,7 +176,7 @@ def test_mlflow_deletes_a_run_that_was_opened_before_the_resume_and_got_nothing(
         new.start()
         left = new.run_id
         new.discard()
-        new.go_on(old.run_identity(), next_step=1)
+        new.resume_run(old.run_identity(), next_step=1)
         new.start()
         new.log({"loss": 2.0})
         new.finish()
@@ -226,8 +226,8 @@ def test_a_tracker_that_cannot_open_its_old_run_begins_a_new_one(
     accelerator.end_training()
 
 
-class Mute(Refusing):
-    """Fail to say which run it is."""
+class WithoutIdentity(Refusing):
+    """Fail to return the identity of its run."""
 
     def run_identity(self) -> dict[str, Any]:
         raise RuntimeError("unknown")
@@ -236,7 +236,7 @@ class Mute(Refusing):
 def test_a_tracker_that_does_not_know_its_run_costs_no_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator, _ = begin(tmp_path, Mute())
+    accelerator, _ = begin(tmp_path, WithoutIdentity())
     accelerator.init_trackers("project")
     accelerator.save_state()
     assert "does not tell which run it writes (RuntimeError: unknown)" in caplog.text

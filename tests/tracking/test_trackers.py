@@ -62,8 +62,8 @@ def test_logging_before_the_trackers_are_open_says_so_once(caplog: pytest.LogCap
     accelerator = Accelerator(log_with=tracker, cpu=True)
     accelerator.log({"loss": 1})
     accelerator.log({"loss": 1})
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "log() was called before init_trackers(), and logged nothing" in said
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "log() was called before init_trackers(), and logged nothing" in message
     accelerator.init_trackers("project")
     accelerator.log({"loss": 2})
     accelerator.end_training()
@@ -88,7 +88,7 @@ def test_without_trackers_logging_does_nothing() -> None:
         accelerator.get_tracker("wandb")
 
 
-def test_a_tracker_nobody_asked_for_is_named_with_those_there_are() -> None:
+def test_an_unknown_tracker_raises_with_the_known_ones() -> None:
     accelerator = Accelerator(log_with=Remembering(), cpu=True)
     with pytest.raises(ValueError, match=r"call accelerator\.init_trackers"):
         accelerator.get_tracker("remembering")
@@ -145,7 +145,7 @@ def test_numbers_of_all_ranks_become_one_before_they_are_logged(how: str, expect
 
 
 @ranks(2)
-def test_ranks_that_bring_different_names_are_listed() -> None:
+def test_ranks_with_different_names_are_listed() -> None:
     from accelerate.utils.operations import DistributedOperationException
 
     accelerator = Accelerator(log_with=Remembering(), cpu=True)

@@ -58,7 +58,7 @@ def raising(error: Exception, *calls: int) -> Callable[[int], None]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SECONDS_BETWEEN_TRIES", (0.01, 0.02))
+    monkeypatch.setattr(writer, "RETRY_DELAYS", (0.01, 0.02))
 
 
 def begun(tracker: GeneralTracker, **options: Any) -> Accelerator:
@@ -99,8 +99,8 @@ def test_a_lost_network_costs_nothing_when_it_comes_back(caplog: pytest.LogCaptu
     accelerator.trackers  # noqa: B018  waits for the records
     accelerator.end_training()
     assert [step for step, _ in tracker.got] == list(range(10))
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "[rank 0] the tracker 'scripted' raised ConnectionError: no route. It is tried again" in said
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "[rank 0] the tracker 'scripted' raised ConnectionError: no route. It is tried again" in message
 
 
 def test_a_tracker_that_keeps_raising_is_disabled_and_its_losses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,11 +110,11 @@ def test_a_tracker_that_keeps_raising_is_disabled_and_its_losses_are_counted(cap
         accelerator.log({"loss": step}, step=step)
     accelerator.trackers  # noqa: B018  waits for the records
     accelerator.end_training()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3, said
-    assert "tried again" in said[0]
-    assert "Nothing more is logged there, and training continues." in said[1]
-    assert "missed 10 records" in said[2]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3, messages
+    assert "tried again" in messages[0]
+    assert "Nothing more is logged there, and training continues." in messages[1]
+    assert "missed 10 records" in messages[2]
     assert tracker.finished == 0
 
 
@@ -125,13 +125,13 @@ def test_a_record_the_tracker_cannot_take_is_left_out_and_the_next_is_taken(capl
         accelerator.log({"x": step}, step=step)
     accelerator.end_training()
     assert [step for step, _ in tracker.got] == [1, 3, 5, 6]
-    said = [record.getMessage() for record in caplog.records]
-    assert "TypeError: no lists. The record is left out" in said[0]
-    assert "missed 2 records" in said[1]
-    assert len(said) == 2
+    messages = [record.getMessage() for record in caplog.records]
+    assert "TypeError: no lists. The record is left out" in messages[0]
+    assert "missed 2 records" in messages[1]
+    assert len(messages) == 2
 
 
-def test_a_tracker_written_wrongly_is_told_about_threads(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_custom_tracker_hints_at_threads(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = begun(Scripted(raising(ValueError("created in another thread"))))
     for step in range(4):
         accelerator.log({"x": step}, step=step)
@@ -140,7 +140,7 @@ def test_a_tracker_written_wrongly_is_told_about_threads(caplog: pytest.LogCaptu
     assert "refused 3 records in a row" in caplog.text
 
 
-def test_a_run_that_cannot_be_closed_is_told_of_unless_the_script_itself_has_failed(
+def test_a_run_that_cannot_be_closed_is_logged_unless_the_script_itself_has_failed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unfinished(Scripted):
@@ -217,9 +217,7 @@ def test_asking_for_the_tracker_waits_for_what_was_logged_before() -> None:
     accelerator.end_training()
 
 
-def test_a_tracker_that_never_comes_back_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import threading
 
     release = threading.Event()
@@ -243,7 +241,7 @@ class OnAServer(Scripted):
 def test_a_server_that_is_too_slow_loses_records_and_they_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
     tracker = OnAServer(lambda call: time.sleep(0.1))
     accelerator = begun(tracker)
     for step in range(20):
@@ -258,7 +256,7 @@ def test_a_server_that_is_too_slow_loses_records_and_they_are_counted(
 def test_a_tracker_without_a_server_loses_nothing_in_a_tight_loop(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 50)
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 50)
     accelerator = Accelerator(log_with=name if name == "jsonl" else Scripted(), project_dir=tmp_path, cpu=True)
     accelerator.init_trackers("project")
     for step in range(5000):
@@ -274,22 +272,24 @@ def test_a_tracker_without_a_server_loses_nothing_in_a_tight_loop(
     assert caplog.text == ""
 
 
-def test_waiting_for_a_local_tracker_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
-    monkeypatch.setattr(writer, "SECONDS_BEFORE_A_WAIT_IS_TOLD", 0.05)
+def test_waiting_for_a_local_tracker_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(writer, "SECONDS_BEFORE_WAIT_WARNING", 0.05)
     tracker = Scripted(lambda call: time.sleep(0.1))
     accelerator = begun(tracker)
     for step in range(8):
         accelerator.log({"x": step}, step=step)
     accelerator.end_training()
     assert len(tracker.got) == 8
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "is slower than the run: 3 records wait for it, and log() waits too" in said
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "is slower than the run: 3 records wait for it, and log() waits too" in message
 
 
-def test_nobody_waits_for_a_local_tracker_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LARGEST_BACKLOG", 3)
-    monkeypatch.setattr(writer, "SECONDS_BETWEEN_TRIES", (0.5,))
+def test_log_does_not_wait_for_a_local_tracker_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(writer, "RETRY_DELAYS", (0.5,))
     tracker = Scripted(raising(OSError("gone")))
     accelerator = begun(tracker)
     accelerator.log({"x": 0})
@@ -305,7 +305,7 @@ def test_nobody_waits_for_a_local_tracker_that_fails(monkeypatch: pytest.MonkeyP
         accelerator.log({"x": step})
     assert time.monotonic() - before < limit(0.4)
     accelerator.end_training()
-    assert accelerator._trackers._losses() == {"scripted": 2000}
+    assert accelerator._trackers._lost_records() == {"scripted": 2000}
 
 
 def test_what_another_tracker_lost_is_in_the_file(tmp_path: Path) -> None:

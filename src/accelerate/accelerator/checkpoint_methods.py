@@ -22,7 +22,7 @@ from .process_methods import ProcessMethods
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from ..checkpoint.checkpointer import Checkpointer, Place
+    from ..checkpoint.checkpointer import Checkpointer, CheckpointLocation
     from ..checkpoint.commit.engine import LoadReport
     from ..tracking.trackers import Trackers
 
@@ -228,7 +228,7 @@ class CheckpointMethods(ProcessMethods):
 
     def _restore(
         self,
-        place: Place,
+        place: CheckpointLocation,
         load_kwargs: dict[str, Any] | None = None,
         *,
         seek: bool,
@@ -257,7 +257,7 @@ class CheckpointMethods(ProcessMethods):
         """
         reason = self.checkpointer.preempted()
         if reason is not None:
-            self.checkpointer.leave(self.save_state(output_dir), reason)
+            self.checkpointer.exit_preempted(self.save_state(output_dir), reason)
 
     def _trace_backward(self) -> None:
         """Note every backward pass, for `accelerate verify-resume`."""
@@ -268,7 +268,7 @@ class CheckpointMethods(ProcessMethods):
 
         def note(loss: Tensor) -> None:
             scale = None if self.scaler is None else self.scaler.get_scale()
-            trace.note(loss, self._optimizers, self._dataloaders, scale)
+            trace.record(loss, self._optimizers, self._dataloaders, scale)
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             plain_backward(loss, **kwargs)

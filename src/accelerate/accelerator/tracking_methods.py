@@ -16,12 +16,12 @@ class TrackingMethods:
     @property
     def log_with(self) -> list[Any]:
         """Return the names and objects of the trackers that were asked for and can be used."""
-        return [] if self._trackers is None else self._trackers.asked_for
+        return [] if self._trackers is None else self._trackers.requested
 
     @property
     def trackers(self) -> list[Any]:
         """Return the tracker objects, once what was logged so far has reached them."""
-        return [] if self._trackers is None else self._trackers.caught_up()
+        return [] if self._trackers is None else self._trackers.drained()
 
     def init_trackers(
         self,

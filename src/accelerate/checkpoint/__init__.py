@@ -1,1 +1,1 @@
-"""Checkpoints: plan, stage, write, commit, retain; committed whole or not there at all."""
+"""Checkpoints: plan, stage, write, commit, retain. A checkpoint is committed as a whole or does not exist."""

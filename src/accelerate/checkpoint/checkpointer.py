@@ -1,4 +1,4 @@
-"""`save_state` and `load_state`: which parts a run has, how its checkpoints are called, and which are kept."""
+"""`save_state` and `load_state`: the parts of a run, the names of its checkpoints, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..watch.place import guard_of_caller
 from .commit.engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
 from .commit.staging import Staging
 from .commit.supplements import Announcements, Opened, Supplement, supplement_folder
-from .group import Crew
+from .group import CheckpointGroup
 from .layout import (
     CHECKPOINTS_FOLDER,
     SCALER_FILE,
@@ -59,8 +59,8 @@ SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
-class Place(NamedTuple):
-    """Where a checkpoint is to be found; without a name where a store holds none."""
+class CheckpointLocation(NamedTuple):
+    """The store and the name of a checkpoint; the name is None if the store holds no checkpoint."""
 
     store: Store
     name: str | None
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What one Accelerator has prepared; the lists are its own."""
+    """The objects that one Accelerator has prepared; the lists are shared with it."""
 
     models: list[nn.Module]
     optimizers: list[Any]
@@ -94,14 +94,14 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._preemption: Preemption | None = None
-        self._told_target = False
+        self._warned_target = False
         self.trace: Trace | None = None
-        """The diary of a run that is being verified; its checkpoints go where the diary is."""
+        """The trace of a run that is being verified. Its checkpoints go to the folder of the trace."""
 
-    # --- what belongs to it ---------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------------
 
     def register(self, *objects: Any) -> None:
-        """Add objects with a state; refuse those without."""
+        """Add objects to the checkpoint; raise for those without `state_dict` and `load_state_dict`."""
         unable = [
             f"Item at index {index}, `{type(item).__name__}`"
             for index, item in enumerate(objects)
@@ -116,33 +116,37 @@ class Checkpointer:
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call a function before every save."""
-        return _added(self.save_hooks, hook)
+        return _register_hook(self.save_hooks, hook)
 
     def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call a function before every load."""
-        return _added(self.load_hooks, hook)
+        return _register_hook(self.load_hooks, hook)
 
     @property
     def engine(self) -> CheckpointEngine:
-        """The engine, whose crew is assembled on first use, by all processes together."""
+        """The engine. Its process group is created on first use, by all ranks."""
         if self._engine is None:
-            self._engine = CheckpointEngine(Crew.assemble(self.runtime, on_each_node=self.project.save_on_each_node))
+            self._engine = CheckpointEngine(
+                CheckpointGroup.of_all_ranks(self.runtime, on_each_node=self.project.save_on_each_node)
+            )
         return self._engine
 
     @property
     def announcements(self) -> Announcements:
-        """What the coordinator of a save tells the other ranks."""
+        """The messages from the coordinator of a save to the other ranks."""
         return Announcements(self.runtime, on_each_node=self.project.save_on_each_node)
 
-    def _own_models(self) -> list[nn.Module]:
+    def _unwrapped_models(self) -> list[nn.Module]:
         return [extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models]
 
     def _parts(self, models: Sequence[nn.Module], scaler: Any, form: str, rank: int) -> list[Part]:
-        """Return everything there is, models and optimizers in one of three forms: SHARDS, .safetensors, .bin.
+        """Return all parts, with models and optimizers in one of three forms: SHARDS, .safetensors, .bin.
 
-        What an engine owns has the engine's form.
+        Models and optimizers that an engine owns have the form of the engine.
         """
-        parts = self._engines(models, form) or (self._shards(models) if form == SHARDS else self._files(models, form))
+        parts = self._engine_parts(models, form) or (
+            self._sharded_parts(models) if form == SHARDS else self._file_parts(models, form)
+        )
         parts += [
             StatefulPart(numbered("scheduler", index, ""), numbered("scheduler", index, ".bin"), scheduler)
             for index, scheduler in enumerate(self.prepared.schedulers)
@@ -157,8 +161,8 @@ class Checkpointer:
         parts.append(RandomPart(random_states_file(rank), self.runtime, self.prepared.window))
         return parts
 
-    def _engines(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
-        """Return the parts of a run whose engines own models and optimizers; a model that only runs may have none."""
+    def _engine_parts(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
+        """Return the parts of models that an engine owns; a model without an optimizer may have no engine."""
         engines = self.prepared.strategy.engine_states(models)
         if not any(engines):
             return []
@@ -169,7 +173,7 @@ class Checkpointer:
             for index, (model, engine) in enumerate(zip(models, engines, strict=True))
         ]
 
-    def _files(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
+    def _file_parts(self, models: Sequence[nn.Module], suffix: str) -> list[Part]:
         is_whole = self.prepared.strategy.holds_whole_models
         return [
             *(
@@ -190,7 +194,7 @@ class Checkpointer:
             ),
         ]
 
-    def _shards(self, models: Sequence[nn.Module]) -> list[Part]:
+    def _sharded_parts(self, models: Sequence[nn.Module]) -> list[Part]:
         from .parts.shards import ShardedModelPart, ShardedOptimizerPart
 
         is_whole = self.prepared.strategy.holds_whole_models
@@ -201,7 +205,7 @@ class Checkpointer:
             ),
             *(
                 ShardedOptimizerPart(
-                    numbered("optimizer", index, ""), optimizer_folder(index), optimizer, models, self.engine.crew
+                    numbered("optimizer", index, ""), optimizer_folder(index), optimizer, models, self.engine.group
                 )
                 for index, optimizer in enumerate(self.prepared.optimizers)
             ),
@@ -212,25 +216,27 @@ class Checkpointer:
     def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
         """Make a checkpoint of everything; return its path.
 
-        All processes make it together where each holds a part. Else the coordinator makes it, and waits for nobody:
-        see [Note: who commits] in supplements.py.
+        If each rank holds a part of a model, all ranks make it. Otherwise the coordinator makes it and waits for no
+        other rank: see [Note: who commits] in supplements.py.
         """
         self.wait()
         self._warn_of_open_window()
-        models = self._own_models()
+        models = self._unwrapped_models()
         form = ".safetensors" if safe_serialization else ".bin"
         if self.needs_all_ranks(models):
             self._refuse_one_rank_only()
             form = SHARDS if self.prepared.strategy.saves_shards else form
-            return self._make(self.engine, target, models, scaler, form, save="", wait=wait)
+            return self._save_checkpoint(self.engine, target, models, scaler, form, save="", wait=wait)
         save = self.announcements.next_save(target, self.prepared.window.step, self.prepared.loaders)
-        engine = CheckpointEngine(Crew.alone(self.runtime, on_each_node=self.project.save_on_each_node))
+        engine = CheckpointEngine(
+            CheckpointGroup.of_one_rank(self.runtime, on_each_node=self.project.save_on_each_node)
+        )
         if not self.announcements.is_coordinator:
-            return self._add(engine, target, models, form, save=save, wait=wait)
-        with self.announcements.telling_failure(save):
-            return self._make(engine, target, models, scaler, form, save=save, wait=wait)
+            return self._save_supplement(engine, target, models, form, save=save, wait=wait)
+        with self.announcements.announcing_failure(save):
+            return self._save_checkpoint(engine, target, models, scaler, form, save=save, wait=wait)
 
-    def _make(
+    def _save_checkpoint(
         self,
         engine: CheckpointEngine,
         target: str | None,
@@ -244,11 +250,11 @@ class Checkpointer:
         store, name, iteration = self._target(target, engine)
         draft = engine.open(store, name, step=self.prepared.window.step, iteration=iteration, save=save)
         if save:
-            self.announcements.tell_opened(save, Opened(name=name, token=draft.token, iteration=iteration))
+            self.announcements.announce_opened(save, Opened(name=name, token=draft.token, iteration=iteration))
         if form == SHARDS or any(self.prepared.strategy.engine_states(models)):
             self._refuse_separate_disks()
-        with engine.together(f"checkpoint {draft.path} was not made", draft):
-            models, weights = self._after_save_hooks(models, draft.folder, form)
+        with engine.consensus(f"checkpoint {draft.path} was not made", draft):
+            models, weights = self._run_save_hooks(models, draft.folder, form)
             draft.parts = self._parts(models, scaler, form, self.runtime.process_index)
             draft.states = {part.name: part.capture() for part in draft.parts if part.is_collective or part.is_folder}
             model_parts = [part for part in draft.parts if isinstance(part, ModelPart)]
@@ -257,16 +263,16 @@ class Checkpointer:
                 own = engine.written_here(draft.parts)
                 draft.states |= {part.name: self.staging.copy(part.name, draft.state_of(part)) for part in own}
         if wait:
-            with while_slow(lambda: f"Saving {draft.path}: {_megabytes(draft.folder):,} MB written"):
+            with while_slow(lambda: f"Saving {draft.path}: {_size_in_mb(draft.folder):,} MB written"):
                 self._finish(engine, draft)
         else:
-            self._pending = self._thread().submit(self._finish, engine, draft)
+            self._pending = self._background_thread().submit(self._finish, engine, draft)
             logger.info("Saving %s in the background from %d MB of copies", draft.path, self.staging.num_bytes >> 20)
         if iteration is not None:
             self.project.iteration = iteration + 1
         return str(draft.path)
 
-    def _add(
+    def _save_supplement(
         self,
         engine: CheckpointEngine,
         target: str | None,
@@ -276,32 +282,32 @@ class Checkpointer:
         save: str,
         wait: bool,
     ) -> str:
-        """Add what only this rank has to the checkpoint that the coordinator makes."""
+        """Add the files of this rank to the checkpoint that the coordinator makes."""
         name: str | None = None
         if target is None or self.project.automatic_checkpoint_naming:
             store = self._automatic_store("save_state")
         else:
-            store, name = self._place(target)
+            store, name = self._locate(target)
         opened = self.announcements.wait_until_opened(save, store, name)
         folder = supplement_folder()
         try:
-            with engine.together(f"checkpoint {store.path(opened.name)} has no files of this rank"):
-                self._after_save_hooks(models, folder, form)
+            with engine.consensus(f"checkpoint {store.path(opened.name)} has no files of this rank"):
+                self._run_save_hooks(models, folder, form)
         except CheckpointError:
-            self.announcements.tell_added(save)  # the coordinator waits for no files of this rank
+            self.announcements.announce_added(save)  # the coordinator waits for no files of this rank
             raise
         part = RandomPart(random_states_file(self.runtime.process_index), self.runtime, self.prepared.window)
         added = Supplement(store=store, save=save, opened=opened, folder=folder, part=part, state=part.capture())
         if wait:
             added.add(self.announcements, engine)
         else:
-            self._pending = self._thread().submit(added.add, self.announcements, engine)
+            self._pending = self._background_thread().submit(added.add, self.announcements, engine)
         if opened.iteration is not None:
             self.project.iteration = opened.iteration + 1
         return added.path
 
     def needs_all_ranks(self, models: Sequence[nn.Module]) -> bool:
-        """Tell whether no rank can save alone, because each of them holds a part of a model."""
+        """Tell whether all ranks must save, because each holds a part of a model."""
         strategy = self.prepared.strategy
         return (
             strategy.saves_shards
@@ -311,7 +317,7 @@ class Checkpointer:
         )
 
     def _refuse_one_rank_only(self) -> None:
-        """Refuse a call that other ranks will not make, before it waits for them."""
+        """Raise for a call that the other ranks will not make, before it waits for them."""
         guard = guard_of_caller() if self.runtime.num_processes > 1 else ""
         if guard:
             raise CheckpointError(
@@ -338,14 +344,14 @@ class Checkpointer:
                 window.gradient_state.num_steps,
             )
 
-    def _after_save_hooks(
+    def _run_save_hooks(
         self, models: list[nn.Module], folder: Path, form: str
     ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
-        """Let hooks write what they like; what is left in the list of weights, as it is then, is still to be saved."""
+        """Run the hooks. The weights that they leave in the list are saved, with the values they have then."""
         if not self.save_hooks:
             return models, []
         if any(self.prepared.strategy.engine_states(models)):
-            # Hooks may write what they like; what an engine owns is saved by it in any case.
+            # Hooks may write files, but the engine saves its models in any case.
             whole = [self.prepared.strategy.full_state_dict(model) for model in models]
             for hook in self.save_hooks.values():
                 hook(list(models), list(whole), str(folder))
@@ -360,16 +366,16 @@ class Checkpointer:
         return [owners.get(id(state), models[min(index, last)]) for index, state in enumerate(weights)], weights
 
     def _finish(self, engine: CheckpointEngine, draft: Draft) -> None:
-        with self.announcements.telling_failure(draft.save) if draft.save else nullcontext():
+        with self.announcements.announcing_failure(draft.save) if draft.save else nullcontext():
             engine.finish(draft, lambda: self.announcements.wait_for_files(draft.save) if draft.save else None)
         if draft.save:
-            self.announcements.tell_committed(draft.save)
+            self.announcements.announce_committed(draft.save)
         draft.states.clear()
-        if draft.iteration is not None and engine.crew.leads:
-            self._retain(draft.store)
+        if draft.iteration is not None and engine.group.is_coordinator:
+            self._apply_total_limit(draft.store)
         logger.info("Saved %s", draft.path)
 
-    def _retain(self, store: Store) -> None:
+    def _apply_total_limit(self, store: Store) -> None:
         limit = self.project.total_limit
         if limit is None:
             return
@@ -378,32 +384,32 @@ class Checkpointer:
         for found in kept[: max(0, len(kept) - max(1, limit))]:
             store.remove(found.name)
 
-    def _thread(self) -> ThreadPoolExecutor:
+    def _background_thread(self) -> ThreadPoolExecutor:
         if self._background is None:
             self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             atexit.register(self.wait)
         return self._background
 
     def wait(self) -> None:
-        """Wait for a save in the background, and raise what went wrong there."""
+        """Wait for a save in the background, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    # --- where ----------------------------------------------------------------------------------------------------
+    # --- locations ------------------------------------------------------------------------------------------------
 
     def _target(self, target: str | None, engine: CheckpointEngine) -> tuple[Store, str, int | None]:
         if target is not None and not self.project.automatic_checkpoint_naming:
-            return (*self._place(target), None)
-        if target is not None and not self._told_target and self.runtime.is_main_process:
-            self._told_target = True
+            return (*self._locate(target), None)
+        if target is not None and not self._warned_target and self.runtime.is_main_process:
+            self._warned_target = True
             logger.warning("save_state(%r): the folder is not used, because names are automatic here.", target)
         store = self._automatic_store("save_state")
         iteration = self.project.iteration
-        with engine.together("the next checkpoint has no name"):
-            if engine.crew.leads:  # the others could look while it is still deleting
+        with engine.consensus("the next checkpoint has no name"):
+            if engine.group.is_coordinator:  # other ranks could read the folder while it deletes
                 iteration = max([iteration, *(1 + (iteration_of(found.name) or 0) for found in _automatic(store))])
-        iteration = engine.crew.from_leader(iteration)
+        iteration = engine.group.broadcast(iteration)
         return store, automatic_name(iteration), iteration
 
     def _automatic_store(self, caller: str) -> Store:
@@ -415,29 +421,29 @@ class Checkpointer:
         folder = f"{self.project.project_dir}/{CHECKPOINTS_FOLDER}"
         return _store(folder if self.trace is None else self.trace.redirected(folder))
 
-    def _place(self, target: str) -> tuple[Store, str]:
-        return _place(target if self.trace is None else self.trace.redirected(target))
+    def _locate(self, target: str) -> tuple[Store, str]:
+        return _locate(target if self.trace is None else self.trace.redirected(target))
 
-    def find(self, source: str | None) -> Place:
-        """Return the place that was named, else that of the newest committed checkpoint."""
+    def find(self, source: str | None) -> CheckpointLocation:
+        """Return the location of the named checkpoint, or else of the newest committed one."""
         self.wait()
-        store, name = (self._automatic_store("load_state"), None) if source is None else self._place(source)
-        with self.engine.together(f"{source or 'the newest checkpoint'} was not loaded"):
-            if self.engine.crew.leads:
+        store, name = (self._automatic_store("load_state"), None) if source is None else self._locate(source)
+        with self.engine.consensus(f"{source or 'the newest checkpoint'} was not loaded"):
+            if self.engine.group.is_coordinator:
                 store.recover(name)
             if source is None and self.runtime.is_main_process:
                 name = _newest(store)
-        return Place(store, self.engine.crew.from_leader(name))
+        return CheckpointLocation(store, self.engine.group.broadcast(name))
 
-    def exists(self, place: Place) -> bool:
-        """Tell whether there is something to load, the same on every process."""
-        return self.engine.crew.from_leader(place.name is not None and place.store.exists(place.name))
+    def exists(self, location: CheckpointLocation) -> bool:
+        """Tell whether the checkpoint exists; all ranks get the same answer."""
+        return self.engine.group.broadcast(location.name is not None and location.store.exists(location.name))
 
     # --- load -----------------------------------------------------------------------------------------------------
 
     def load(
         self,
-        place: Place,
+        location: CheckpointLocation,
         *,
         scaler: Any,
         seek: bool,
@@ -446,30 +452,31 @@ class Checkpointer:
         load_options: dict[str, Any],
         model_options: dict[str, Any],
     ) -> LoadReport:
-        """Restore everything, or raise and say what does not fit.
+        """Restore all parts, or raise an error that lists every mismatch.
 
-        With `seek` the loaders go on at the next batch; else they begin their epoch again, for scripts that skip.
+        With `seek` the loaders continue at the next batch. Otherwise they restart their epoch, for scripts that skip
+        batches themselves.
         """
         if verify not in ("size", "hash"):
             raise ValueError(f"verify={verify!r} is unknown: choose size (quick) or hash (reads every byte).")
-        store, name = place
+        store, name = location
         if name is None:
             raise FileNotFoundError(f"load_state() found no checkpoint in {self.project.project_dir}.")
         with (
             while_slow(lambda: f"Loading {store.path(name)}"),
-            self.engine.fetched(store, name, self._is_wanted, verify) as fetched,
+            self.engine.fetched(store, name, self._is_needed, verify) as fetched,
         ):
-            models = self._own_models()
-            with self.engine.together(f"{fetched.path} was not loaded"):
+            models = self._unwrapped_models()
+            with self.engine.consensus(f"{fetched.path} was not loaded"):
                 for hook in self.load_hooks.values():
                     hook(models, str(fetched.folder))
-            parts = self._parts(models, scaler, self._form_of(fetched.folder), self.runtime.process_index)
+            parts = self._parts(models, scaler, self._format_of(fetched.folder), self.runtime.process_index)
             for part in parts:
                 if isinstance(part, ModelPart):
                     part.load_options |= model_options
                 elif isinstance(part, ProgressPart):
                     part.seeks = seek
-            changes = self._without_own_generators(parts, fetched)
+            changes = self._derive_missing_generators(parts, fetched)
             optional = ["progress"] if fetched.record is None else []  # accelerate 1.x keeps no positions
             report = self.engine.load(fetched, parts, strict=strict, load_options=load_options, optional=optional)
         report.changes = changes
@@ -477,47 +484,47 @@ class Checkpointer:
         iteration = iteration_of(name)
         if iteration is not None:
             self.project.iteration = iteration + 1
-        self._tell(report)
+        self._log_report(report)
         return report
 
-    # --- leaving and coming back ----------------------------------------------------------------------------------
+    # --- preemption -----------------------------------------------------------------------------------------------
 
     def preempted(self) -> str | None:
-        """Return why the run is asked to leave, the same on every process, or None."""
+        """Return why the run is requested to stop, or None; all ranks get the same answer."""
         if self._preemption is None:
             self._preemption = Preemption(self.project.project_dir)
-        reasons = self.engine.crew.gather(self._preemption.requested())
+        reasons = self.engine.group.gather(self._preemption.requested())
         return next((reason for reason in reasons if reason is not None), None)
 
-    def leave(self, path: str, reason: str) -> NoReturn:
-        """Say what was saved, and end with the code that asks for another start."""
+    def exit_preempted(self, path: str, reason: str) -> NoReturn:
+        """Log the saved checkpoint, and exit with the code that requests a restart."""
         assert self._preemption is not None
         if self.runtime.is_main_process:
-            self._preemption.answered()
+            self._preemption.clear_trigger()
             logger.warning("Stop requested by %s: saved %s. Exit code %d.", reason, path, REQUEUE_EXIT_CODE)
         raise SystemExit(REQUEUE_EXIT_CODE)
 
-    def _form_of(self, folder: Path) -> str:
+    def _format_of(self, folder: Path) -> str:
         if (folder / model_folder(0)).is_dir():
             return SHARDS
         return ".bin" if (folder / "pytorch_model.bin").is_file() else ".safetensors"
 
-    def _is_wanted(self, file: str) -> bool:
-        """Leave the generators of other ranks where they are; rank 0's may be needed to derive others."""
+    def _is_needed(self, file: str) -> bool:
+        """Tell whether this rank reads a file: of the generators, its own and those of rank 0 to derive others from."""
         own = (random_states_file(self.runtime.process_index), random_states_file(0))
         return not file.startswith("random_states_") or file in own
 
-    def _without_own_generators(self, parts: list[Part], fetched: Fetched) -> list[str]:
-        """Derive the generators of ranks whose own are not in the checkpoint, and say which and why."""
+    def _derive_missing_generators(self, parts: list[Part], fetched: Fetched) -> list[str]:
+        """Derive the generators of ranks that are not in the checkpoint; return sentences on which and why."""
         there, here = fetched.num_processes, self.runtime.num_processes
         if there == 0:
             return []
-        is_another_world = there != here
-        derives = is_another_world or not fetched.has(parts[-1].file)
+        world_changed = there != here
+        derives = world_changed or not fetched.has(parts[-1].file)
         if derives:
             parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
-        ranks = [rank for rank, derived in enumerate(self.engine.crew.gather(derives)) if derived]
-        if is_another_world:
+        ranks = [rank for rank, derived in enumerate(self.engine.group.gather(derives)) if derived]
+        if world_changed:
             return [
                 f"saved on {there} processes, loaded on {here}: the positions of the loaders are global and were kept",
                 "rank 0 keeps its generators; those of the other ranks were derived from them, the step and the rank",
@@ -529,13 +536,13 @@ class Checkpointer:
             "those of rank 0, the step and the rank"
         ]
 
-    def _tell(self, report: LoadReport) -> None:
+    def _log_report(self, report: LoadReport) -> None:
         if self.runtime.is_main_process:
             logger.log(logging.WARNING if report.differences else logging.INFO, "%s", report)
 
 
 class _DerivedRandomPart(RandomPart):
-    """Generators for ranks that did not exist when the checkpoint was made."""
+    """Generators for ranks that are not in the checkpoint."""
 
     def restore(self, state: Any) -> None:
         """Seed every generator from rank 0's state, the step and the rank; the order of the data comes from rank 0."""
@@ -552,11 +559,11 @@ def _store(folder: str) -> Store:
     return RemoteStore(folder) if "://" in folder else LocalStore(os.path.abspath(os.path.expanduser(folder)))
 
 
-def _place(target: str) -> tuple[Store, str]:
+def _locate(target: str) -> tuple[Store, str]:
     """Return the store and the name of a folder or URL."""
     if "://" not in target:
         target = os.path.abspath(os.path.expanduser(target))
-        if os.path.islink(target):  # what it names is replaced, and not the link
+        if os.path.islink(target):  # replace the target of the link and not the link
             target = os.path.realpath(target)
     parent, _, name = target.rstrip("/").rpartition("/")
     return _store(parent or "/"), name
@@ -571,11 +578,11 @@ def _stem(suffix: str) -> str:
     return "model" if suffix == ".safetensors" else "pytorch_model"
 
 
-def _megabytes(folder: Path) -> int:
+def _size_in_mb(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*")) >> 20
 
 
-def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+def _register_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -586,8 +593,8 @@ def _automatic(store: Store) -> list[Any]:
 
 
 def _newest(store: Store) -> str | None:
-    for found in sorted(store.found(), key=_number, reverse=True):
-        if _number(found) < 0:
+    for found in sorted(store.found(), key=_iteration_number, reverse=True):
+        if _iteration_number(found) < 0:
             continue
         if found.problem is None:
             return found.name
@@ -595,7 +602,7 @@ def _newest(store: Store) -> str | None:
     return None
 
 
-def _number(found: Found) -> int:
+def _iteration_number(found: Found) -> int:
     """Return the number of an automatic checkpoint, finished or not, and -1 for anything else."""
     on_its_way = unfinished(found.name)
     number = iteration_of(found.name if on_its_way is None else on_its_way[0])

@@ -1,4 +1,4 @@
-"""The processes that make one checkpoint: who leads, and how they agree without touching training's collectives."""
+"""The ranks that make one checkpoint, and the collectives by which they agree apart from those of training."""
 
 from __future__ import annotations
 
@@ -23,69 +23,74 @@ class LostProcessError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
-    """One process among those that save together."""
+class CheckpointGroup:
+    """One rank of the group that makes a checkpoint."""
 
     rank: int
     world_size: int
-    """How many processes make the checkpoint: all of the run, or the one that saves for all."""
+    """The number of ranks that make the checkpoint: all of the run, or one that saves for all."""
     num_processes: int
-    """How many processes the run has."""
-    leads: bool
-    """It writes what all processes have in common, and commits."""
+    """The number of processes of the run."""
+    is_coordinator: bool
+    """This rank writes the files that all ranks have in common, and commits."""
     on_each_node: bool = False
-    """Every host keeps a checkpoint of its own, on a disk that the others do not see."""
-    group: Any = None
+    """Each host keeps its own checkpoint on a local disk."""
+    process_group: Any = None
 
     @classmethod
-    def assemble(cls, runtime: Runtime, *, on_each_node: bool) -> Crew:
-        """Gather the processes of a run, in a group of their own: a background save must not meet training's calls."""
-        group = None
+    def of_all_ranks(cls, runtime: Runtime, *, on_each_node: bool) -> CheckpointGroup:
+        """Create a group of all ranks.
+
+        It has its own process group, so that a save in the background does not mix with collectives of training.
+        """
+        process_group = None
         if runtime.num_processes > 1:
             default = dist.distributed_c10d.default_pg_timeout
-            group = dist.new_group(backend="gloo", timeout=max(default, runtime.init_handler.timeout or default))
+            process_group = dist.new_group(
+                backend="gloo", timeout=max(default, runtime.init_handler.timeout or default)
+            )
         return cls(
             rank=runtime.process_index,
             world_size=runtime.num_processes,
             num_processes=runtime.num_processes,
-            leads=runtime.is_local_main_process if on_each_node else runtime.is_main_process,
+            is_coordinator=runtime.is_local_main_process if on_each_node else runtime.is_main_process,
             on_each_node=on_each_node,
-            group=group,
+            process_group=process_group,
         )
 
     @classmethod
-    def alone(cls, runtime: Runtime, *, on_each_node: bool) -> Crew:
-        """Return the one process that saves for all. See [Note: who commits] in supplements.py."""
+    def of_one_rank(cls, runtime: Runtime, *, on_each_node: bool) -> CheckpointGroup:
+        """Create a group of this rank alone, which saves for all. See [Note: who commits] in supplements.py."""
         return cls(
             rank=runtime.process_index,
             world_size=1,
             num_processes=runtime.num_processes,
-            leads=True,
+            is_coordinator=True,
             on_each_node=on_each_node,
         )
 
     def gather(self, item: T) -> list[T]:
-        """Return every process's item, by rank."""
+        """Return the items of all ranks, in the order of ranks."""
         if self.world_size == 1:
             return [item]
         items: list[Any] = [None] * self.world_size
-        with _naming_who_is_gone():
-            dist.all_gather_object(items, item, group=self.group)
+        with _reporting_lost_process():
+            dist.all_gather_object(items, item, group=self.process_group)
         return items
 
-    def from_leader(self, item: T | None) -> T:
-        """Return the main process's item."""
+    def broadcast(self, item: T | None) -> T:
+        """Return the item of rank 0."""
         if self.world_size == 1:
             return item  # type: ignore[return-value]
-        box = [item]
-        with _naming_who_is_gone():
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]  # type: ignore[return-value]
+        items_of_rank_0 = [item]
+        with _reporting_lost_process():
+            dist.broadcast_object_list(items_of_rank_0, src=0, group=self.process_group)
+        return items_of_rank_0[0]  # type: ignore[return-value]
 
 
 @contextmanager
-def _naming_who_is_gone() -> Iterator[None]:
-    """Say in words that another process died; the library below names a line of its own source."""
+def _reporting_lost_process() -> Iterator[None]:
+    """Convert an error of the collective to `LostProcessError`; its own message names a line of C++ source."""
     try:
         yield
     except RuntimeError as error:

@@ -2,11 +2,11 @@
 
 [Note: commit] A checkpoint is written into `<name>.partial-<id>/` and flushed; then `commit.json` is written into it,
 which lists every file with its size and hash; then the folder is renamed to `<name>`. Only then is anything deleted,
-and what is deleted is first renamed to `<name>.removed-<id>`. So a folder under its own name is whole at any moment.
+and what is deleted is first renamed to `<name>.removed-<id>`. So a folder named `<name>` is complete at any moment.
 When a folder is replaced, the old one is moved to `<name>.replaced-<id>` before the new one takes its name: if the
-process dies between the two, the new one has its record already, and whoever looks next gives it its name. What the
-old folder held beside its checkpoint is moved into the new one; only saves delete what is left over. Who commits, and
-what other ranks add afterwards: [Note: who commits] in supplements.py.
+process dies between the two, the new one has its record already, and the next save or load renames it. Other files in
+the old folder are moved to the new one; only saves delete leftovers. Who commits, and what other ranks add afterwards:
+[Note: who commits] in supplements.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRESS_FILE = "progress.bin"
 SCALER_FILE = "scaler.pt"
 CHECKPOINTS_FOLDER = "checkpoints"
 SHARDS = "shards"
-"""The form of a checkpoint whose models and optimizers are folders, in which every process wrote its part."""
+"""The form of a checkpoint whose models and optimizers are folders with the shards of all ranks."""
 
 _UNFINISHED = re.compile(r"^(?P<name>.+)\.(?P<state>partial|removed|replaced)-(?P<id>[0-9a-f]{8})$")
 _PUBLISHED = re.compile(
@@ -40,17 +40,17 @@ def numbered(stem: str, index: int, suffix: str) -> str:
 
 
 def model_folder(index: int) -> str:
-    """Return the published folder of the index-th model, of which every process wrote its part."""
+    """Return the published folder with the shards of the index-th model."""
     return f"pytorch_model_fsdp_{index}"
 
 
 def engine_folder(index: int) -> str:
-    """Return the published folder of the index-th model whose engine writes files of its own."""
+    """Return the published folder of the index-th model whose engine writes its own files."""
     return numbered("pytorch_model", index, "")
 
 
 def optimizer_folder(index: int) -> str:
-    """Return the published folder of the index-th optimizer, of which every process wrote its part."""
+    """Return the published folder with the shards of the index-th optimizer."""
     return f"optimizer_{index}"
 
 
@@ -81,7 +81,7 @@ def iteration_of(name: str) -> int | None:
 
 
 def unfinished(name: str) -> tuple[str, str] | None:
-    """Return (name, "partial", "removed" or "replaced") for a folder on its way in or out, or None."""
+    """Return the name and the state ("partial", "removed" or "replaced") of a folder that is not committed, or None."""
     found = _UNFINISHED.match(name)
     return (found["name"], found["state"]) if found else None
 
@@ -93,7 +93,7 @@ def is_published(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """What must be true of a file."""
+    """The expected size and checksum of a file."""
 
     size: int
     checksum: str
@@ -101,18 +101,18 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord:
-    """What a committed checkpoint says about itself."""
+    """The record of a committed checkpoint."""
 
     num_processes: int
     parts: Mapping[str, str]
-    """Part -> its file; a part of every rank has `{rank}` in it."""
+    """Part -> its file; the file of a part of every rank contains `{rank}`."""
     files: Mapping[str, FileFacts]
     folder: str = ""
-    """Where the files are, seen from the record: beside it on a disk, in `data-<token>` behind a URL."""
+    """The folder of the files relative to the record: empty on a disk, `data-<token>` behind a URL."""
     token: str = ""
-    """The id of the save. What a rank adds later carries the same one."""
+    """The id of the save. Files that a rank adds later carry the same one."""
     save: str = ""
-    """Where the run was, for a rank that adds to it. See [Note: who commits] in supplements.py."""
+    """The position of the run, for ranks that add to it. See [Note: who commits] in supplements.py."""
     step: int = 0
     iteration: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -120,12 +120,12 @@ class CommitRecord:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """Write it down."""
+        """Return the record as JSON."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> CommitRecord:
-        """Read it; raise ValueError where it is not one, or from a newer version."""
+        """Parse a record; raise ValueError if it is damaged or from a newer version."""
         try:
             read: dict[str, Any] = json.loads(text)
             read["files"] = {name: FileFacts(**facts) for name, facts in read["files"].items()}

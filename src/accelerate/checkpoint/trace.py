@@ -1,4 +1,4 @@
-"""A diary of a run, for `accelerate verify-resume`: what every backward pass saw, bit for bit."""
+"""A trace of a run, for `accelerate verify-resume`: the exact state at every backward pass."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FIELDS = {
     "scale": "the loss scale",
     "loss": "the loss",
 }
-"""What is noted, in the order in which a difference shows first."""
+"""The recorded fields, in the order in which a difference appears."""
 
 
 class Trace:
-    """Notes of one rank. It is part of the checkpoint, so that a resumed run goes on counting."""
+    """The trace of one rank. Its position is part of the checkpoint, so that a resumed run continues the count."""
 
     def __init__(self, folder: Path, rank: int, last: int, kill_at: int | None) -> None:
         self.folder = folder
@@ -39,16 +39,16 @@ class Trace:
 
     @classmethod
     def from_environment(cls, rank: int) -> Trace:
-        """Begin the diary that the tool asks for."""
+        """Create the trace that the environment variables of `accelerate verify-resume` request."""
         kill_at = read(KILL_AT)
         return cls(Path(read(TRACE_FOLDER) or "."), rank, int(read(LAST) or 0), int(kill_at) if kill_at else None)
 
     def redirected(self, path: str) -> str:
-        """Return where a checkpoint of a traced run goes, apart from those of the user's own runs."""
+        """Return the path for a checkpoint of a traced run, separate from those of other runs."""
         return str(self.folder / "checkpoints" / path.strip("/").replace("/", "_").replace("..", "_"))
 
-    def note(self, loss: Tensor, optimizers: list[Any], loaders: list[Any], scale: float | None) -> None:
-        """Write down one backward pass; end the process at the step it was told to."""
+    def record(self, loss: Tensor, optimizers: list[Any], loaders: list[Any], scale: float | None) -> None:
+        """Record one backward pass; end the process at the requested step."""
         self.count += 1
         row = {
             "n": self.count,
@@ -66,18 +66,18 @@ class Trace:
             os._exit(0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far the diary has come."""
+        """Return the number of recorded backward passes."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting; say from where, for the tool."""
+        """Continue the count, and write to a file where it continues."""
         self.count = state["count"]
         (self._file.with_suffix(".resumed")).write_text(str(self.count), encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where a resumed run parted from the uninterrupted one."""
+    """The first difference between a resumed run and an uninterrupted one."""
 
     rank: int
     step: int
@@ -85,14 +85,14 @@ class Difference:
 
 
 def read_rows(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
-    """Return a rank's notes by step; of a step that was repeated after a resume, the last."""
+    """Return the records of a rank by step; of a step that was repeated after a resume, the last record."""
     file = folder / f"rank_{rank}.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return {row["n"]: row for row in map(json.loads, lines)}
 
 
 def first_difference(whole: Path, resumed: Path, rank: int, after: int) -> Difference | None:
-    """Compare the steps after the resume, and return the first that is not the same."""
+    """Compare the steps after the resume, and return the first that differs."""
     expected, seen = read_rows(whole, rank), read_rows(resumed, rank)
     for step in sorted(number for number in expected if number > after):
         if step not in seen:

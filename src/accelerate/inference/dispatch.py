@@ -1,4 +1,4 @@
-"""A model and a device map become a model that runs: parts on devices, parts in memory, parts on disk."""
+"""Dispatch a model by a device map: parts on devices, parts in host memory, parts on disk."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ from .planning.device_map import OFFLOADED, Place, check_device_map, check_tied_
 from .tensors import (
     Device,
     TiedTensors,
-    all_names_of_tensors,
     as_device,
     check_device_same,
     find_tied_tensors,
     get_non_persistent_buffers,
     named_module_tensors,
+    named_tensors_with_duplicates,
     retie_parameters,
+    tensors_with,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,11 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in the host's memory; each module's come to a device for its forward pass only."""
+    """Keep the weights of a model in host memory; load those of each module to a device for its forward pass only."""
     device = default_device() if execution_device is None else execution_device
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offloaded(model, device, state_dict, offload_buffers, preload_module_classes)
+    return _offload_all(model, device, state_dict, offload_buffers, preload_module_classes)
 
 
 def cpu_offload_with_hook(
@@ -70,9 +71,9 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it is called; it then stays on the device until the returned hook's `offload()`.
+    """Keep a model on the CPU until it is called; it then stays on the device until `offload()` of the returned hook.
 
-    Given the hook of the model that is called before it, it sends that one back first.
+    Given the hook of the model that is called before it, it offloads that one first.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -86,17 +87,17 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk; each module's are read for its forward pass, ahead of it.
+    """Keep the weights of a model on disk; those of each module are prefetched for its forward pass.
 
-    A model without values, made with `init_empty_weights`, uses the weights that the folder has.
+    A model without values, made with `init_empty_weights`, uses the weights in the folder.
     """
-    _write(offload_dir, model.state_dict(), find_tied_tensors(model))
+    _write_weights(offload_dir, model.state_dict(), find_tied_tensors(model))
     device = default_device() if execution_device is None else execution_device
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
+    return _offload_all(model, device, weights, offload_buffers, preload_module_classes)
 
 
-def _offloaded(
+def _offload_all(
     model: nn.Module,
     device: Device,
     weights: Mapping[str, Any],
@@ -115,7 +116,7 @@ def _offloaded(
 
 
 def _with_aliases(weights: Mapping[str, Any], tied: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """Let every name of a tied weight lead to the one that is stored."""
+    """Add aliases, so that every name of a tied weight finds the stored one."""
     missing = [name for group in tied for name in group if name not in weights]
     if not missing:
         return weights
@@ -128,12 +129,12 @@ def _with_aliases(weights: Mapping[str, Any], tied: Sequence[Sequence[str]]) -> 
     return loader
 
 
-def _write(folder: str | os.PathLike[str], state: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
-    """Write the weights that have values, those that are tied once.
+def _write_weights(folder: str | os.PathLike[str], state: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
+    """Write the weights that have values, tied ones once.
 
-    What has no values must be in the folder already. Nothing else that an earlier model left there is believed.
+    Weights without values must be in the folder already. Other entries of an earlier index are dropped.
     """
-    twice = {name for group in tied for name in [n for n in group if n in state][1:]}
+    duplicates = {name for group in tied for name in [n for n in group if n in state][1:]}
     missing = [name for name, tensor in state.items() if tensor.is_meta]
     index = {name: entry for name, entry in read_index(folder).items() if name in missing}
     if missing and not index:
@@ -143,7 +144,7 @@ def _write(folder: str | os.PathLike[str], state: Mapping[str, Tensor], tied: Se
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, tensor in state.items():
-        if name not in twice and not tensor.is_meta:
+        if name not in duplicates and not tensor.is_meta:
             offload_weight(tensor, name, folder, index)
     write_index(index, folder)
 
@@ -167,11 +168,11 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put the parts of a model where a device map says, and let it run from there.
+    """Put the parts of a model on the devices of a device map, and attach the hooks to run it.
 
     Parts on "cpu" (beside an accelerator) and on "disk" are computed on `main_device`, by default the first accelerator
-    of the map, to where their weights come for their forward pass only. Weights for the disk are written to
-    `offload_dir`, unless they have no values, because the folder's index or `offload_index` says where they are.
+    of the map; their weights are loaded to it for their forward pass only. Weights for the disk are written to
+    `offload_dir`, except those without values, which the index of the folder or `offload_index` must list.
     """
     return dispatch(
         model,
@@ -201,49 +202,64 @@ def dispatch(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Do what `dispatch_model` does, for whoever knows better which tensors are tied."""
+    """Dispatch a model like `dispatch_model`, with the tied tensors given by the caller."""
     if any(_offloading_hook(module) is not None for module in model.modules()):
-        remove_hook_from_submodules(model)  # it was dispatched before: what was away comes back
+        remove_hook_from_submodules(model)  # it was dispatched before: load the offloaded weights
     _check_device_map(model, device_map)
-    places = {str(place) if not isinstance(place, int) else place for place in device_map.values()}
     _check_devices(device_map)
-    if len(places) == 1 and "disk" not in places and not force_hooks:
+    if _is_one_device(device_map) and not force_hooks:
         _check_nothing_on_meta(model)
         model.to(as_device(next(iter(device_map.values()))))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
 
-    if main_device is None:
-        main_device = next((place for place in device_map.values() if str(place) not in OFFLOADED), "cpu")
-    away_places = ("disk",) if as_device(main_device) == torch.device("cpu") else OFFLOADED
     blocks = _blocks(model, device_map)
-    away = {name: str(place) in away_places for name, place in blocks.items()}
-    execution = {name: main_device if str(place) in OFFLOADED else place for name, place in blocks.items()}
-
+    execution_devices, offloaded = _execution(blocks, _main_device(device_map) if main_device is None else main_device)
     check_tied_parameters_on_same_device(tied, device_map)
-    weights = _weights_away(model, blocks, away, state_dict, offload_dir, offload_index, tied)
+    weights = _offloaded_weights(model, blocks, offloaded, state_dict, offload_dir, offload_index, tied)
     if weights is not None:
         weights = _with_aliases(weights, tied)
-    _check_weights(model, blocks, away, weights or {}, offload_buffers)
-    execution.setdefault("", main_device)
+    _check_weights(model, blocks, offloaded, weights or {}, offload_buffers)
     attach_align_device_hook_on_blocks(
         model,
-        execution,
-        away,
+        execution_devices,
+        offloaded,
         weights,
         offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map=_addresses(model, tied),
+        tied_params_map=_tied_params_map(model, tied),
     )
-    _share_what_is_tied(model, tied)
+    _share_tied_tensors(model, tied)
     _guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
 
+def _is_one_device(device_map: Mapping[str, Place]) -> bool:
+    """Tell whether a whole model is on one device, and not on disk."""
+    places = {place if isinstance(place, int) else str(place) for place in device_map.values()}
+    return len(places) == 1 and "disk" not in places
+
+
+def _main_device(device_map: Mapping[str, Place]) -> Device:
+    """Return the device that computes what is offloaded: the first accelerator of a map, or the CPU."""
+    return next((place for place in device_map.values() if str(place) not in OFFLOADED), "cpu")
+
+
+def _execution(blocks: Mapping[str, Place], main_device: Device) -> tuple[dict[str, Device], dict[str, bool]]:
+    """Return for each block the device it computes on, and whether it is offloaded until then.
+
+    Blocks on the CPU are offloaded only if the main device is another one.
+    """
+    offload_places = ("disk",) if as_device(main_device) == torch.device("cpu") else OFFLOADED
+    devices = {name: main_device if str(place) in OFFLOADED else place for name, place in blocks.items()}
+    devices.setdefault("", main_device)
+    return devices, {name: str(place) in offload_places for name, place in blocks.items()}
+
+
 def _check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
-    """Check by what stands at the published path, because transformers puts another check there while it dispatches."""
+    """Call the check at the published path, because transformers monkeypatches it while it dispatches."""
     published = sys.modules.get("accelerate.big_modeling")
     getattr(published, "check_device_map", check_device_map)(model, device_map)
 
@@ -264,15 +280,15 @@ def _check_devices(device_map: Mapping[str, Place]) -> None:
 
 
 def _blocks(model: nn.Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
-    """Return the map with all own tensors of a module in one place: it computes with them together."""
+    """Return the map with all direct tensors of a module in one place, because its forward pass uses all of them."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     blocks: dict[str, Place] = {}
     first: dict[str, Place] = {}
     for name, place in device_map.items():
         blocks[name] = place if name in modules else first.setdefault(name.rpartition(".")[0], place)
-    # Names around others, as "" for all that is not named: the inner ones are blocks of their own.
-    around = [name for name in blocks if any(_is_inside(other, name) for other in blocks)]
-    for name in around:
+    # Entries that contain others, such as "" for the rest of the model: the inner ones are separate blocks.
+    outer = [name for name in blocks if any(_is_inside(other, name) for other in blocks)]
+    for name in outer:
         place = blocks.pop(name)
         blocks |= dict.fromkeys(_uncovered(model, name, blocks), place)
     return blocks
@@ -295,60 +311,68 @@ def _uncovered(model: nn.Module, outer: str, blocks: Mapping[str, Any]) -> list[
     return found
 
 
-def _weights_away(
+def _offloaded_weights(
     model: nn.Module,
     blocks: Mapping[str, Place],
-    away: Mapping[str, bool],
+    offloaded: Mapping[str, bool],
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
     tied: Sequence[Sequence[str]],
 ) -> Mapping[str, Any] | None:
-    """Return the weights that are away: those for the CPU in memory, those for the disk written or found there."""
+    """Return the offloaded weights: those for the CPU in memory, those for the disk written or found there.
+
+    Return None if nothing is offloaded.
+    """
     on_disk = [name for name, place in blocks.items() if str(place) == "disk"]
-    on_cpu = [name for name, is_away in away.items() if is_away and name not in on_disk]
+    on_cpu = [name for name, is_offloaded in offloaded.items() if is_offloaded and name not in on_disk]
     if not on_disk and not on_cpu:
         return None
-    if on_disk and offload_dir is None and offload_index is None:
-        raise ValueError(
-            f"The device_map puts {len(on_disk)} module(s) on disk ({_some(on_disk)}): give `offload_dir`, the folder "
-            "for their weights."
-        )
     given = model.state_dict() if state_dict is None else state_dict
-    if on_disk and offload_index is None:
-        assert offload_dir is not None
-        _write(offload_dir, extract_submodules_state_dict(given, on_disk), tied)
-    in_memory = extract_submodules_state_dict(given, on_cpu) if on_cpu else {}
-    in_memory = {name: tensor.detach().to("cpu") for name, tensor in in_memory.items() if not tensor.is_meta}
-    return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index if on_disk else None)
+    if not on_disk:
+        return OffloadedWeightsLoader(_in_memory(given, on_cpu))
+    if offload_index is None:
+        if offload_dir is None:
+            raise ValueError(
+                f"The device_map puts {len(on_disk)} module(s) on disk ({_some(on_disk)}): give `offload_dir`, the "
+                "folder for their weights."
+            )
+        _write_weights(offload_dir, extract_submodules_state_dict(given, on_disk), tied)
+    return OffloadedWeightsLoader(_in_memory(given, on_cpu), offload_dir, offload_index)
+
+
+def _in_memory(state: Mapping[str, Tensor], modules: Sequence[str]) -> dict[str, Tensor]:
+    """Return the weights of some modules that have values, on the CPU."""
+    found = extract_submodules_state_dict(state, modules)
+    return {name: tensor.detach().to("cpu") for name, tensor in found.items() if not tensor.is_meta}
 
 
 def _check_weights(
     model: nn.Module,
     blocks: Mapping[str, Place],
-    away: Mapping[str, bool],
+    offloaded: Mapping[str, bool],
     weights: Mapping[str, Any],
     offload_buffers: bool,
 ) -> None:
-    """Find tensors that nobody has values for, before anything is moved."""
-    lost: list[str] = []
+    """Raise if any tensor has no values, before anything is moved."""
+    missing: list[str] = []
     temporary = get_non_persistent_buffers(model, recurse=True, fqns=True)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name, tensor in all_names_of_tensors(model, recurse=True):
+    for name, tensor in named_tensors_with_duplicates(model, recurse=True):
         block = name
-        while block and block not in away:
+        while block and block not in offloaded:
             block = block.rpartition(".")[0]
         stays = name in temporary or (name in buffers and not offload_buffers)
-        if away.get(block, False) and not stays:
+        if offloaded.get(block, False) and not stays:
             if name not in weights:
-                lost.append(f"{name} (for {blocks[block]}: neither in the weights given nor in the index)")
+                missing.append(f"{name} (for {blocks[block]}: neither in the weights given nor in the index)")
         elif tensor.is_meta and str(blocks.get(block)) != "meta":
             kind = "a buffer that checkpoints leave out" if name in temporary else "it was not loaded"
-            lost.append(f"{name} (for {blocks.get(block, 'the main device')}: on meta, {kind})")
-    if lost:
+            missing.append(f"{name} (for {blocks.get(block, 'the main device')}: on meta, {kind})")
+    if missing:
         raise ValueError(
-            f"{len(lost)} tensors of the model have no values: {_some(lost)}. Load a checkpoint that holds them, tie "
-            "them before dispatching, or build the model with init_empty_weights(include_buffers=False)."
+            f"{len(missing)} tensors of the model have no values: {_some(missing)}. Load a checkpoint that holds them, "
+            "tie them before dispatching, or build the model with init_empty_weights(include_buffers=False)."
         )
 
 
@@ -356,33 +380,32 @@ def _check_nothing_on_meta(model: nn.Module) -> None:
     _check_weights(model, {"": "the device"}, {"": False}, {}, False)
 
 
-def _addresses(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedTensors:
-    """Return a place for the copies of each tied tensor, so that a device gets one."""
+def _tied_params_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedTensors:
+    """Return a dictionary for the copies of each tied tensor, so that each device gets one."""
     tensors = [getattr(*owner_of(model, group[0])) for group in tied]
     return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
 
 
-def _share_what_is_tied(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Make what is tied one tensor again; where one of it stays on the device of another, that need not come."""
-    retie_parameters(model, [group for group in tied if _all_alike(model, group)])
+def _share_tied_tensors(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Tie tensors again. Where one stays on the execution device of another, the other is not loaded."""
+    retie_parameters(model, [group for group in tied if _on_one_device(model, group)])
     for group in tied:
         holders = [owner_of(model, name) for name in group]
-        staying = [getattr(owner, name) for owner, name in holders if not getattr(owner, name).is_meta]
+        resident = [getattr(owner, name) for owner, name in holders if not getattr(owner, name).is_meta]
         for owner, name in holders:
             hook = _offloading_hook(owner)
             if hook is None or not getattr(owner, name).is_meta:
                 continue
-            for tensor in staying:
+            for tensor in resident:
                 if hook.execution_device is not None and check_device_same(
                     tensor.device, as_device(hook.execution_device)
                 ):
-                    store: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
-                    store[name] = tensor
+                    tensors_with(owner, name)[name] = tensor
                     hook.tied_params_names.add(name)
                     break
 
 
-def _all_alike(model: nn.Module, group: Sequence[str]) -> bool:
+def _on_one_device(model: nn.Module, group: Sequence[str]) -> bool:
     return len({getattr(*owner_of(model, name)).device for name in group}) == 1
 
 
@@ -395,7 +418,7 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def _guard_moves(model: nn.Module) -> None:
-    """Warn when a dispatched model is moved as a whole, and refuse it if parts of it are away."""
+    """Warn when a dispatched model is moved as a whole, and raise if parts of it are offloaded."""
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -436,17 +459,17 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Store linear layers and convolutions in a small dtype and cast each for its forward pass.
 
-    Modules whose name matches a pattern, or of a class that is named, are left alone, with all that is in them.
+    Modules whose name matches a pattern, or that are of a skipped class, are not changed, nor are their children.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     classes = skip_modules_classes or ()
-    to_look_at: list[tuple[str, nn.Module]] = [("", module)]
-    while to_look_at:
-        name, part = to_look_at.pop()
+    pending: list[tuple[str, nn.Module]] = [("", module)]
+    while pending:
+        name, part = pending.pop()
         if isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns):
             continue
         if isinstance(part, _CASTABLE):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(part, hook, append=True)
         else:
-            to_look_at += [(f"{name}.{key}" if name else key, child) for key, child in part.named_children()]
+            pending += [(f"{name}.{key}" if name else key, child) for key, child in part.named_children()]

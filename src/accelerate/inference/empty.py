@@ -1,4 +1,4 @@
-"""Models built without memory: parameters go to a device as they are registered."""
+"""Build models without memory: parameters are moved to a device as they are registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models inside the block on a device; with `include_buffers`, all that is made is made there."""
+    """Build models inside the block on a device; with `include_buffers`, all tensors are created there."""
     target = as_device(device)
     if include_buffers:
         with target:
@@ -33,7 +33,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
     def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         placed = module._parameters[name]
-        if placed is not None and placed.device != target:  # a tied one is there already, and stays one
+        if placed is not None and placed.device != target:  # a tied one is there already
             module._parameters[name] = as_parameter(placed.detach().to(target), like=placed)
 
     nn.Module.register_parameter = register_on_device  # type: ignore[method-assign, assignment]

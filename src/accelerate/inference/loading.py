@@ -1,7 +1,7 @@
-"""From a checkpoint's files straight to where the weights belong.
+"""Load the files of a checkpoint directly to the devices of the weights.
 
-Each weight is read into the memory it will stay in, or left in its file if that is where it belongs: loading takes the
-model's memory, and no second copy of it.
+Each weight is read into its final memory, or stays in its file if it is offloaded to disk: loading needs the memory of
+the model, and no second copy.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from .tensors import (
     proper_dtype,
     retie_parameters,
     set_module_tensor_to_device,
+    tensors_with,
 )
 
 logger = logging.getLogger(__name__)
 
-Path_ = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Place] | None = None) -> dict[str, Tensor]:
-    """Read one file into memory; with a device map, each tensor goes to its device, and those for the disk stay out."""
+def load_state_dict(checkpoint_file: PathLike, device_map: Mapping[str, Place] | None = None) -> dict[str, Tensor]:
+    """Read one file into memory; with a device map, each tensor goes to its device, and those on disk are omitted."""
     file = TensorFile.open(checkpoint_file)
     state: dict[str, Tensor] = {}
     for name in file.names():
@@ -69,9 +70,9 @@ def _read(file: TensorFile, name: str, target: Tensor) -> Tensor:
 
 def load_checkpoint_in_model(
     model: nn.Module,
-    checkpoint: Path_,
+    checkpoint: PathLike,
     device_map: Mapping[str, Place] | None = None,
-    offload_folder: Path_ | None = None,
+    offload_folder: PathLike | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
@@ -81,12 +82,12 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a model's weights from a file, an index or a folder, tied ones too, each straight to its device.
+    """Load the weights of a model from a file, an index or a folder, including tied ones, directly to their devices.
 
-    Weights for the disk that are in a safetensors file stay there: the index in `offload_folder` says where. Others are
-    written into that folder. `dtype` converts floating-point weights, except in modules that `keep_in_fp32_modules`
-    names. `strict` demands the names of the model, no more and no less. `offload_state_dict` is accepted and not
-    needed, because weights on their way to a device are never gathered on the host.
+    Weights for the disk that are in a safetensors file stay there, and the index in `offload_folder` refers to it.
+    Others are written into that folder. `dtype` converts floating-point weights, except in modules that
+    `keep_in_fp32_modules` names. `strict` requires exactly the names of the model. `offload_state_dict` has no effect,
+    because weights for a device are never collected in host memory.
     """
     if offload_8bit_bnb:
         raise UnsupportedSettingError(
@@ -99,24 +100,26 @@ def load_checkpoint_in_model(
         return
     if device_map is not None:
         check_device_map(model, device_map)
-    loading = _Loading(model, device_map, offload_folder, offload_buffers, proper_dtype(dtype), keep_in_fp32_modules)
+    loader = _CheckpointLoader(
+        model, device_map, offload_folder, offload_buffers, proper_dtype(dtype), keep_in_fp32_modules
+    )
     for path in progress(files_of_model(checkpoint), "Loading the model", "files"):
-        loading.load(TensorFile.open(path))
-    loading.finish(strict)
-    if loading.unexpected:
+        loader.load(TensorFile.open(path))
+    loader.finish(strict)
+    if loader.unexpected:
         logger.warning(
             "Some weights of the model checkpoint at %s were not used when initializing %s, which has none of these "
             "names: %s.",
             checkpoint,
             type(model).__name__,
-            _some(loading.unexpected),
+            _some(loader.unexpected),
         )
 
 
 def _load_over_processes(
-    model: nn.Module, checkpoint: Path_, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool
+    model: nn.Module, checkpoint: PathLike, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool
 ) -> None:
-    """Load a model that is spread over processes; with `broadcast_from_rank0` only the first one reads."""
+    """Load a model that is sharded over processes; with `broadcast_from_rank0` only rank 0 reads."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -130,14 +133,14 @@ def _load_over_processes(
     set_model_state_dict(model, state, options=options)
 
 
-class _Loading:
-    """One load: what goes where, and what has arrived."""
+class _CheckpointLoader:
+    """One load of a checkpoint: the place of each weight, and which are loaded."""
 
     def __init__(
         self,
         model: nn.Module,
         device_map: Mapping[str, Place] | None,
-        offload_folder: Path_ | None,
+        offload_folder: PathLike | None,
         offload_buffers: bool,
         dtype: torch.dtype | None,
         keep_in_fp32: Sequence[str] | None,
@@ -148,10 +151,10 @@ class _Loading:
         self.offload_buffers = offload_buffers
         self.dtype, self.keep_in_fp32 = dtype, tuple(keep_in_fp32 or ())
         self.tied = find_tied_tensors(model)
-        self.twins = {name: group for group in self.tied for name in group}
+        self.tied_names = {name: group for group in self.tied for name in group}
         self.wanted = set(model.state_dict())
         self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        self.arrived: set[str] = set()
+        self.loaded: set[str] = set()
         self.unexpected: list[str] = []
         self.index: Index = {}
         on_disk = [] if device_map is None else [name for name, place in device_map.items() if str(place) == "disk"]
@@ -162,17 +165,17 @@ class _Loading:
             )
 
     def load(self, file: TensorFile) -> None:
-        """Take what the model wants out of a file."""
+        """Load the weights of the model that a file holds."""
         for name in file.names():
             if name not in self.wanted:
                 self.unexpected.append(name)
                 continue
-            places = {str(self._place(twin)) for twin in self.twins.get(name, [name])}
+            places = {str(self._place(tied_name)) for tied_name in self.tied_names.get(name, [name])}
             if "disk" in places:
-                self._leave_on_disk(file, name)
+                self._offload_to_disk(file, name)
             if places != {"disk"}:
-                self._put(file, name)
-            self.arrived |= set(self.twins.get(name, [name]))
+                self._place_weight(file, name)
+            self.loaded |= set(self.tied_names.get(name, [name]))
 
     def _place(self, name: str) -> Place | None:
         if self.device_map is None:
@@ -189,35 +192,35 @@ class _Loading:
         current = getattr(*owner_of(self.model, name))
         return current.dtype if current is not None and current.dtype.is_floating_point else stored
 
-    def _leave_on_disk(self, file: TensorFile, name: str) -> None:
+    def _offload_to_disk(self, file: TensorFile, name: str) -> None:
         assert self.folder is not None
         view = file.view(name)
         wanted = self._dtype(name, view.dtype)
-        names = [twin for twin in self.twins.get(name, [name]) if self._place(twin) == "disk"]
+        names = [tied_name for tied_name in self.tied_names.get(name, [name]) if self._place(tied_name) == "disk"]
         if isinstance(file, SafetensorsFile) and wanted == view.dtype:
             entry = {"safetensors_file": str(file.path.resolve()), "weight_name": name}
             entry["dtype"] = str(wanted).removeprefix("torch.")
             self.index |= dict.fromkeys(names, entry)
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         else:
-            offload_weight(view.to(wanted), names[0], self.folder, self.index)  # the others find it by their tie
+            offload_weight(view.to(wanted), names[0], self.folder, self.index)  # the other names find it by their tie
         if self.dtype is not None:
-            for twin in names:  # what stands for it says what it will be
-                set_module_tensor_to_device(self.model, twin, META, dtype=wanted, clear_cache=False)
+            for tied_name in names:  # the placeholder on meta shows the dtype
+                set_module_tensor_to_device(self.model, tied_name, META, dtype=wanted, clear_cache=False)
             retie_parameters(self.model, [names])
 
-    def _put(self, file: TensorFile, name: str) -> None:
-        """Read a weight into every place that the names of its tie have; usually that is one."""
-        names = [twin for twin in self.twins.get(name, [name]) if self._place(twin) != "disk"]
+    def _place_weight(self, file: TensorFile, name: str) -> None:
+        """Read a weight to the device of each of its tied names; usually that is one."""
+        names = [tied_name for tied_name in self.tied_names.get(name, [name]) if self._place(tied_name) != "disk"]
         stored = file.view(name)
         placed: dict[torch.device, Tensor] = {}
-        for twin in names:
-            owner, own_name = owner_of(self.model, twin)
-            store: dict[str, Any] = owner._buffers if own_name in owner._buffers else owner._parameters
+        for tied_name in names:
+            owner, own_name = owner_of(self.model, tied_name)
+            store = tensors_with(owner, own_name)
             current = store[own_name]
-            device = self._device(twin, current)
+            device = self._device(tied_name, current)
             if device not in placed:
-                placed[device] = self._filled(file, name, stored, current, device)
+                placed[device] = self._read_weight(file, name, stored, current, device)
             if placed[device] is not current:
                 is_parameter = store is owner._parameters and not isinstance(placed[device], nn.Parameter)
                 if is_parameter:
@@ -230,10 +233,10 @@ class _Loading:
             return as_device(place)
         return torch.device("cpu") if current is None or current.is_meta else current.device
 
-    def _filled(
+    def _read_weight(
         self, file: TensorFile, name: str, stored: Tensor, current: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Return a tensor with the weight: the one that is there, if it can take it, or a new one."""
+        """Return a tensor with the weight: the current one, if device and dtype match, or a new one."""
         if current is not None and current.shape != stored.shape:
             raise ValueError(
                 f"{name} has the shape {tuple(current.shape)} in the model and {tuple(stored.shape)} in {file.path}: "
@@ -249,13 +252,13 @@ class _Loading:
         return host if is_cpu(device) else host.to(device, dtype)
 
     def finish(self, strict: bool) -> None:
-        """Tie, write the index, and tell what is missing."""
+        """Tie weights, write the index, and report missing weights."""
         retie_parameters(self.model, [group for group in self.tied if self._in_one_place(group)])
         if self.folder is not None and self.index:
-            known = read_index(self.folder)  # an earlier part of the same model may have been loaded
-            kept = {name: entry for name, entry in known.items() if name in self.wanted - self.arrived}
+            known = read_index(self.folder)  # another checkpoint file of the same model may have been loaded before
+            kept = {name: entry for name, entry in known.items() if name in self.wanted - self.loaded}
             write_index(kept | self.index, self.folder)
-        missing = [name for name in self.model.state_dict() if name in self.wanted and name not in self.arrived]
+        missing = [name for name in self.model.state_dict() if name in self.wanted and name not in self.loaded]
         if strict and (missing or self.unexpected):
             raise RuntimeError(
                 f"The checkpoint is not that of this {type(self.model).__name__}: it lacks {_some(missing)}, and holds "
@@ -278,11 +281,11 @@ def _some(names: Sequence[str]) -> str:
 
 def load_checkpoint_and_dispatch(
     model: nn.Module,
-    checkpoint: Path_,
+    checkpoint: PathLike,
     device_map: str | Mapping[str, Place] | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: str | list[str] | None = None,
-    offload_folder: Path_ | None = None,
+    offload_folder: PathLike | None = None,
     offload_buffers: bool = False,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool | None = None,
@@ -293,14 +296,16 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, usually one made with `init_empty_weights`, and spread it by a device map.
+    """Load a checkpoint into a model, usually one made with `init_empty_weights`, and dispatch it by a device map.
 
-    `device_map` is a map, or "auto" and "balanced" (the same part to each accelerator), "balanced_low_0" (little on the
-    first), "sequential" (one after the other); without one, the weights are loaded and the model stays as it is.
+    `device_map` is a map, or "auto" and "balanced" (equal parts on all accelerators), "balanced_low_0" (little on the
+    first), "sequential" (one after the other); without one, the weights are loaded and the model is not dispatched.
     """
-    tied = find_tied_tensors(model)  # loading parts of a tie to different places hides it
+    tied = find_tied_tensors(model)  # loading tied weights to different devices unties them
     if isinstance(device_map, str):
-        device_map = _automatic(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = _automatic_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -327,7 +332,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _automatic(
+def _automatic_device_map(
     model: nn.Module,
     kind: str,
     max_memory: Mapping[Any, int | str] | None,

@@ -1,4 +1,4 @@
-"""`prepare_pippy`: a model too large for one device, cut into stages for inference."""
+"""`prepare_pippy`: split a model that is too large for one device into pipeline stages for inference."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Cut a model into as many stages as there are processes and keep this process's one on its device.
+    """Split a model into as many stages as there are processes, and keep the stage of this rank on its device.
 
-    All processes then call the model with the same inputs, whose micro-batches (`num_chunks`, by default one per
-    process) pass through the stages. The last process gets the outputs, or with `gather_output` all of them do.
+    All ranks then call the model with the same inputs, whose micro-batches (`num_chunks`, by default one per rank)
+    pass through the stages. The last rank gets the outputs, or with `gather_output` all ranks do.
     """
     state = PartialState()
     if state.num_processes == 1:

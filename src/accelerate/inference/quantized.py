@@ -1,7 +1,7 @@
-"""Models whose linear layers keep their weights in 8 or 4 bits.
+"""Models whose linear layers have weights in 8 or 4 bits.
 
-Layer after layer is read, put on its device in 16 bits, quantised and let go, so that at no time there is more than the
-quantised model and one layer. bitsandbytes and torchao are imported on use, and never by importing this module.
+Each layer is read, moved to its device in 16 bits, quantised and freed before the next one, so that memory never holds
+more than the quantised model and one layer. bitsandbytes and torchao are imported on use, not with this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..runtime.modules import owner_of
 from .offload.lazy_files import LazyModelFiles
 from .tensors import as_device, find_tied_parameters, find_tied_tensors, get_non_persistent_buffers
 
-_BLOCK = 64
-_CODES = 16
-_FLOAT = torch.float32.itemsize
-_WORTH_IT = 1 << 18
+_BLOCK_SIZE = 64
+_CODEBOOK_SIZE = 16
+_FLOAT_BYTES = torch.float32.itemsize
+_TRIM_THRESHOLD = 1 << 18
 
 
 def load_and_quantize_model(
@@ -44,11 +44,11 @@ def load_and_quantize_model(
     """Quantise a model in place, with its own weights or with those of a file, an index or a folder, and return it.
 
     A model on the meta device needs `weights_location`. Without a `device_map` the model goes to the accelerator, or
-    stays on the CPU. With one, what is offloaded to the CPU or the disk is not quantised: it is kept in `torch_dtype`
-    and comes to a device for its forward pass. `offload_state_dict` has no effect, because nothing is held that is not
-    needed.
+    stays on the CPU. With one, layers that are offloaded to the CPU or the disk are not quantised: they are kept in
+    `torch_dtype` and loaded to a device for their forward pass. `offload_state_dict` has no effect, because weights are
+    never collected in host memory.
     """
-    _engine(bnb_quantization_config)  # an absent package is told before anything is changed
+    _quantizer(bnb_quantization_config)  # raises for a missing package before anything is changed
     places = get_quantized_model_device_map(
         model, bnb_quantization_config, device_map, max_memory, no_split_module_classes
     )
@@ -63,7 +63,7 @@ def load_and_quantize_model(
             f"{type(model).__name__} has no values for {empty[0]} and {len(empty) - 1} other parameters, because they "
             "are on the meta device. Pass their location: weights_location=..."
         )
-    chosen = [name for name in layers_to_convert(model, bnb_quantization_config) if not _is_away(name, places)]
+    chosen = [name for name in layers_to_convert(model, bnb_quantization_config) if not _is_offloaded(name, places)]
     if not chosen:
         warn(
             f"{type(model).__name__} has no linear layer to quantise: all of its weights stay in "
@@ -86,10 +86,10 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes in the place of linear ones. They quantise their weights when moved to a device.
+    """Replace linear layers by layers of bitsandbytes. They quantise their weights when moved to a device.
 
-    Without `modules_to_not_convert` the output layer stays. `current_key_name` is the way to this module from a larger
-    model, in whose terms names are then read.
+    Without `modules_to_not_convert` the output layer stays. `current_key_name` is the path of this module in a larger
+    model, to which names then refer.
     """
     skipped = get_keys_to_not_convert(model) if modules_to_not_convert is None else modules_to_not_convert
     start = ".".join(current_key_name or ())
@@ -98,14 +98,14 @@ def replace_with_bnb_layers(
             new = _empty_bnb_layer(layer, bnb_quantization_config)
             new.weight = _bnb_weight(new, layer.weight.detach(), bnb_quantization_config)
             new.bias = layer.bias
-            _put(model, name, new)
+            _set_submodule(model, name, new)
     return model
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the names of the modules that stay in 16 bits by default: the last one, and all that are tied.
+    """Return the names of the modules that stay in 16 bits by default: the last one, and all tied ones.
 
-    A model without a head, which says so by a `base_model_prefix` that leads nowhere in it, has no such modules.
+    A model without a head, whose `base_model_prefix` names no attribute of it, has no such modules.
     """
     tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", None)
@@ -116,7 +116,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Tell whether a model has layers of bitsandbytes with 4-bit weights."""
-    if "bitsandbytes" not in sys.modules:  # then nobody can have made one
+    if "bitsandbytes" not in sys.modules:  # then there can be none
         return False
     return any(isinstance(module, _bitsandbytes().nn.Linear4bit) for module in model.modules())
 
@@ -130,7 +130,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def layers_to_convert(model: nn.Module, config: BnbQuantizationConfig | None = None) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model that get quantised, by name; without a config, those that do by default."""
+    """Return the linear layers of a model to quantise, by name; without a config, the default ones."""
     skipped = config.skip_modules if config is not None else None
     skipped = get_keys_to_not_convert(model) if skipped is None else skipped
     in_fp32 = (config.keep_in_fp32_modules if config is not None else None) or []
@@ -138,8 +138,8 @@ def layers_to_convert(model: nn.Module, config: BnbQuantizationConfig | None = N
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers that can be exchanged: plain ones, whose weight nobody else reads."""
-    readers = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # they hand weights to a kernel of their own
+    """Yield the layers that can be replaced: plain ones whose weights no parent module reads."""
+    readers = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # they pass the weights to a fused kernel
     read = {id(part) for module in model.modules() if isinstance(module, readers) for part in module.modules()}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and type(module) is nn.Linear and id(module) not in read:
@@ -147,23 +147,23 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _is_named(name: str, keys: Sequence[str]) -> bool:
-    """Tell whether a key is a module's name or a part of the way to it."""
+    """Tell whether a key is the name of a module or a part of its path."""
     return any(f".{key}." in f".{name}." for key in keys)
 
 
 def quantized_size(weight: Tensor, bits: int) -> int:
     """Return the bytes of a weight in the formats of bitsandbytes, its scales included."""
     if bits == 8:
-        return weight.numel() + _FLOAT * weight.shape[0]
-    blocks = -(-weight.numel() // _BLOCK)
-    return -(-weight.numel() // 2) + _FLOAT * (blocks + _CODES)
+        return weight.numel() + _FLOAT_BYTES * weight.shape[0]
+    blocks = -(-weight.numel() // _BLOCK_SIZE)
+    return -(-weight.numel() // 2) + _FLOAT_BYTES * (blocks + _CODEBOOK_SIZE)
 
 
 def quantized_model_size(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, the scales of quantised ones included."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     parts = [part for tensor in tensors.values() for part in _parts(tensor)]
-    # The first forward pass of an 8-bit layer takes the scales away from its weight.
+    # The first forward pass of an 8-bit layer moves the scales from its weight to its state.
     scales = (getattr(getattr(module, "state", None), "SCB", None) for module in model.modules())
     parts += [scale for scale in scales if isinstance(scale, Tensor)]
     return sum(part.numel() * part.element_size() for part in {id(part): part for part in parts}.values())
@@ -186,9 +186,9 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _Loader:
-    """Walks through a model once, and gives every module its tensors where and as they are to be.
+    """Convert every module of a model, with its tensors on their device and in their dtype.
 
-    Names are kept and modules are not, so that what was replaced is let go at once.
+    It holds names and no modules, so that replaced modules are freed at once.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class _Loader:
         self.files = files
         self.places = places
         self.chosen = frozenset(chosen)
-        self.twins = {name: tuple(group) for group in find_tied_tensors(model) for name in group}
+        self.tied_names = {name: tuple(group) for group in find_tied_tensors(model) for name in group}
         self.computed = get_non_persistent_buffers(model, recurse=True, fqns=True)
         self.placed: dict[tuple[str, ...], Tensor] = {}
-        """What the tensors of a tie became, by their names."""
+        """The converted tensor of each group of tied names."""
 
     def load(self) -> None:
-        """Load everything."""
+        """Convert the whole model."""
         self._check_names()
         names: dict[int, list[str]] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
@@ -219,16 +219,16 @@ class _Loader:
             if name in self.chosen:
                 layer = self._quantized(name)
                 for place in (name, *others):
-                    _put(self.model, place, layer)
-                _give_back(layer)
+                    _set_submodule(self.model, place, layer)
+                _trim_heap(layer)
             else:
-                self._place(name)
+                self._convert_module(name)
 
     def _check_names(self) -> None:
         if self.files is None:
             return
         own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        missing = sorted(name for name in own if self._stored_as(name) is None)
+        missing = sorted(name for name in own if self._stored_name(name) is None)
         if missing:
             shown = ", ".join(missing[:4])
             raise ValueError(f"{self.files.path} has no values for {len(missing)} parameters of the model: {shown}.")
@@ -239,16 +239,16 @@ class _Loader:
                 f"{self.files.path} has {len(unknown)} tensors that the model does not have: {', '.join(unknown[:4])}.",
             )
 
-    def _stored_as(self, name: str) -> str | None:
-        """Return the name under which the files have a tensor, which may be that of its twin."""
+    def _stored_name(self, name: str) -> str | None:
+        """Return the name under which the files have a tensor, which may be a tied one."""
         if self.files is None:
             return None
         names = self.files.names
-        return next((twin for twin in (name, *self.twins.get(name, ())) if twin in names), None)
+        return next((tied_name for tied_name in (name, *self.tied_names.get(name, ())) if tied_name in names), None)
 
     def _value(self, name: str, old: Tensor) -> Tensor:
-        """Return a tensor's numbers on its device, in the format of what is not quantised."""
-        stored = self._stored_as(name)
+        """Return the values of a tensor on its device, not quantised."""
+        stored = self._stored_name(name)
         value = self.files.read(stored) if self.files is not None and stored is not None else old.detach()
         if value.is_meta:
             raise ValueError(
@@ -270,43 +270,43 @@ class _Loader:
         dtype: torch.dtype = torch.float32 if in_fp32 else self.config.torch_dtype
         return dtype
 
-    def _place(self, path: str) -> None:
-        """Give a module that is not quantised its own tensors; its children have their turn."""
+    def _convert_module(self, path: str) -> None:
+        """Convert the direct tensors of a module that is not quantised."""
         module = self.model.get_submodule(path)
         for store in (module._parameters, module._buffers):
             for name, old in list(store.items()):
                 if old is not None:
-                    store[name] = self._once(f"{path}.{name}" if path else name, old)  # type: ignore[assignment]
+                    store[name] = self._converted(f"{path}.{name}" if path else name, old)  # type: ignore[assignment]
 
-    def _once(self, name: str, old: Tensor) -> Tensor:
-        """Return what becomes of a tensor, and for its twins the same."""
-        twins = self.twins.get(name, (name,))
-        if twins in self.placed:
-            return self.placed[twins]
+    def _converted(self, name: str, old: Tensor) -> Tensor:
+        """Return the converted tensor, the same for all tied names."""
+        tied_names = self.tied_names.get(name, (name,))
+        if tied_names in self.placed:
+            return self.placed[tied_names]
         value = self._value(name, old)
         if isinstance(old, nn.Parameter):
             value = nn.Parameter(value, requires_grad=old.requires_grad)
-        if len(twins) > 1:
-            self.placed[twins] = value
+        if len(tied_names) > 1:
+            self.placed[tied_names] = value
         return value
 
     def _quantized(self, name: str) -> nn.Module:
         layer = self.model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        bias = None if layer.bias is None else self._once(f"{name}.bias", layer.bias)
-        new = _engine(self.config)(layer, self._value(f"{name}.weight", layer.weight), self.config)
+        bias = None if layer.bias is None else self._converted(f"{name}.bias", layer.bias)
+        new = _quantizer(self.config)(layer, self._value(f"{name}.weight", layer.weight), self.config)
         new.bias = bias
         return new
 
 
-def _give_back(layer: nn.Module) -> None:
-    """Let the C library return what a layer's making has freed.
+def _trim_heap(layer: nn.Module) -> None:
+    """Return the heap memory that converting a layer has freed to the system.
 
-    glibc keeps freed blocks for later, and small weights that stay lie between large ones that went, so that it could
-    use them again only for less: without this a process was seen to grow to several times its tensors.
+    glibc caches freed blocks, and small weights between them cause fragmentation: without this the process grew to
+    several times the size of its tensors.
     """
     trim = _malloc_trim()
-    if trim is not None and any(param.numel() > _WORTH_IT for param in layer.parameters()):
+    if trim is not None and any(param.numel() > _TRIM_THRESHOLD for param in layer.parameters()):
         trim(0)
 
 
@@ -319,7 +319,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return found
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, last = owner_of(model, name)
     owner._modules[last] = module
 
@@ -334,7 +334,7 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return where each part of a model goes, planned with the sizes that it will have.
+    """Return the device map of a model, planned with the sizes after quantisation.
 
     Without a map all of it goes to the accelerator, or stays on the CPU; "auto", "balanced", "balanced_low_0" and
     "sequential" make a plan within `max_memory`.
@@ -343,8 +343,8 @@ def get_quantized_model_device_map(
         return {"": torch.device(accelerator_type() or "cpu")}
     if isinstance(device_map, Mapping):
         return dict(device_map)
-    if device_map not in _PLANS:
-        raise ValueError(f"device_map={device_map!r} is unknown: give a dict, or one of {', '.join(_PLANS)}.")
+    if device_map not in _AUTOMATIC_MAPS:
+        raise ValueError(f"device_map={device_map!r} is unknown: give a dict, or one of {', '.join(_AUTOMATIC_MAPS)}.")
     from .planning.device_map import get_balanced_memory, infer_auto_device_map
 
     sizes: dict[str, Any] = {"no_split_module_classes": list(no_split_module_classes or ())}
@@ -356,35 +356,35 @@ def get_quantized_model_device_map(
     return dict(infer_auto_device_map(model, max_memory, **sizes))
 
 
-_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+_AUTOMATIC_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def _place_of(name: str, places: Mapping[str, Any]) -> Any:
-    """Return the place of a module or a tensor: that of the longest name around it."""
+    """Return the place of a module or a tensor: that of the longest matching name."""
     around = [key for key in places if not key or f"{name}.".startswith(f"{key}.")]
     if not around:
         raise ValueError(f"The device_map has no device for {name}.")
     return places[max(around, key=len)]
 
 
-def _is_away(name: str, places: Mapping[str, Any]) -> bool:
+def _is_offloaded(name: str, places: Mapping[str, Any]) -> bool:
     """Tell whether a module is offloaded: to the disk, or to the CPU while others compute on an accelerator."""
     place = str(_place_of(name, places))
     return place == "disk" or (place == "cpu" and any(str(other) not in ("cpu", "disk") for other in places.values()))
 
 
-# --- Who quantises ----------------------------------------------------------------------------------------------------
+# --- Quantisers -------------------------------------------------------------------------------------------------------
 
-_Engine = Callable[[nn.Linear, Tensor, BnbQuantizationConfig], nn.Module]
+_Quantizer = Callable[[nn.Linear, Tensor, BnbQuantizationConfig], nn.Module]
 
 
-def _engine(config: BnbQuantizationConfig) -> _Engine:
-    """Return the function that makes a quantised layer from a layer and its weight."""
+def _quantizer(config: BnbQuantizationConfig) -> _Quantizer:
+    """Return the function that creates a quantised layer from a layer and its weight."""
     if config.backend == "torchao":
         _package("torchao.quantization")
-        return _by_torchao
+        return _quantize_by_torchao
     _bitsandbytes()
-    return _by_bitsandbytes
+    return _quantize_by_bitsandbytes
 
 
 def _package(name: str) -> Any:
@@ -402,7 +402,7 @@ def _bitsandbytes() -> Any:
     return _package("bitsandbytes")
 
 
-def _by_bitsandbytes(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
+def _quantize_by_bitsandbytes(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
     new: nn.Module = _empty_bnb_layer(layer, config)
     new.weight = _bnb_weight(new, weight, config).to(weight.device)
     return new
@@ -427,7 +427,7 @@ def _empty_bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> Any:
 
 
 def _bnb_weight(layer: Any, weight: Tensor, config: BnbQuantizationConfig) -> Any:
-    """Make the parameter that quantises itself when it is moved to a device."""
+    """Create the parameter that is quantised when it is moved to a device."""
     params = _bitsandbytes().nn
     if config.load_in_8bit:
         return params.Int8Params(weight.contiguous(), requires_grad=False, has_fp16_weights=False)
@@ -440,7 +440,7 @@ def _bnb_weight(layer: Any, weight: Tensor, config: BnbQuantizationConfig) -> An
     )
 
 
-def _by_torchao(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
+def _quantize_by_torchao(layer: nn.Linear, weight: Tensor, config: BnbQuantizationConfig) -> nn.Module:
     quantization = _package("torchao.quantization")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())

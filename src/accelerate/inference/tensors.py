@@ -1,4 +1,4 @@
-"""The tensors of a module: listed, replaced one by one, and tied."""
+"""The tensors of a module: list them, replace them one by one, and tie them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..runtime.modules import owner_of, tied_names
 
 Device = torch.device | str | int
 META = torch.device("meta")
-READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
-"""Modules that use the weights of modules in them without calling those, so all must be in one place at one time."""
+READS_CHILD_WEIGHTS = (nn.MultiheadAttention,)
+"""Modules that read the weights of their children without calling them, so that all must be on one device at once."""
 TiedTensors = dict[int, dict[Any, Tensor]]
-"""For the address of a tied tensor, its copies by device, so that a device never holds two."""
+"""Data pointer of a tied tensor -> its copies by device, so that no device holds two copies."""
 
 
 def as_device(device: Device) -> torch.device:
-    """Return the device that a name or an index means; an index is one of the machine's accelerators."""
+    """Convert a name or an index to a device; an index is that of an accelerator."""
     if isinstance(device, int):
         kind = accelerator_type()
         if kind is None:
@@ -35,7 +35,7 @@ def as_device(device: Device) -> torch.device:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module and, unless told otherwise, its buffers."""
+    """Yield the parameters of a module and, by default, its buffers."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
@@ -44,10 +44,10 @@ def named_module_tensors(
                 yield name, buffer
 
 
-def all_names_of_tensors(
+def named_tensors_with_duplicates(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> list[tuple[str, Tensor]]:
-    """Return what `named_module_tensors` yields, and a tied tensor under each of its names."""
+    """Return the tensors of `named_module_tensors`, with tied tensors under each of their names."""
     tensors: list[tuple[str, Tensor]] = list(module.named_parameters(recurse=recurse, remove_duplicate=False))
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
@@ -57,7 +57,7 @@ def all_names_of_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that a state dict leaves out; with `fqns`, as seen from the module."""
+    """Return the names of the buffers that a state dict omits; with `fqns`, their full names."""
     found: set[str] = set()
     for path, owner in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
         names = owner._non_persistent_buffers_set
@@ -66,7 +66,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Tell whether two devices are one: an accelerator without an index is the current one of its kind."""
+    """Tell whether two devices are the same. An accelerator without an index is the current one of its type."""
     if first_device.type != second_device.type:
         return False
     if first_device == second_device or is_cpu(first_device) or first_device.type == "meta":
@@ -91,78 +91,94 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put one parameter or buffer of a module on a device, with a new value if one is given.
 
-    A value takes the dtype that the tensor had, or `dtype`; integers given for a `dtype` stay integers. A parameter
-    that a tie shares keeps one copy per device through `tied_params_map`. `fp16_statistics` are the row scales of an
-    8-bit weight of bitsandbytes.
+    A value is converted to the dtype of the tensor, or to `dtype`, which does not apply to integers. Tied parameters
+    share one copy per device through `tied_params_map`. `fp16_statistics` are the row scales of an 8-bit weight of
+    bitsandbytes.
     """
     owner, name = owner_of(module, tensor_name)
-    is_buffer = name in owner._buffers
-    if not is_buffer and name not in owner._parameters:
+    tensors = tensors_with(owner, name)
+    if name not in tensors:
         raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}).")
-    old = owner._buffers[name] if is_buffer else owner._parameters[name]
     target = as_device(device)
-    if old is None:
-        if value is None:
-            return
-        old = value
-    if value is None and check_device_same(old.device, target) and dtype is None:
+    old: Tensor | None = value if tensors[name] is None else tensors[name]
+    if old is None or (value is None and dtype is None and check_device_same(old.device, target)):
         return
-    if value is None and old.is_meta and target != META:
-        raise ValueError(f"{tensor_name} is on the meta device: a `value` is needed to put it on {target}.")
-    if value is not None and old.shape != value.shape and not _is_packed(old):
-        raise ValueError(
-            f"Trying to set a tensor of shape {value.shape} in {tensor_name}, which has the shape {old.shape}: they "
-            "are not of one model."
-        )
+    _check_value(tensor_name, old, value, target)
     source = old if value is None else value
-    copies = None if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr())
-    if copies is not None and target in copies and copies[target].shape == source.shape:
-        placed: Tensor = copies[target]
-    else:
-        placed = _placed(source, target, dtype if value is None else _dtype_for(old, value, dtype), non_blocking)
+    copies = _tied_copies(source, tied_params_map)
+    placed = copies.get(target)
+    if placed is None or placed.shape != source.shape:
+        placed = _copied(source, target, _dtype_for(old, value, dtype), non_blocking)
         if fp16_statistics is not None:
             placed.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
-        if not is_buffer:
+        if tensors is owner._parameters:
             placed = as_parameter(placed, like=old)
-        if copies is not None and target != META:
+        if target != META:
             copies[target] = placed
-    (owner._buffers if is_buffer else owner._parameters)[name] = placed  # type: ignore[assignment]
-    if clear_cache and accelerator_type() == old.device.type and target.type != old.device.type:
+    tensors[name] = placed
+    if clear_cache and _leaves_accelerator(old.device, target):
         clear_device_cache()
 
 
-def _dtype_for(old: Tensor, value: Tensor, dtype: torch.dtype | str | None) -> torch.dtype | None:
+def tensors_with(owner: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dictionary of a module that a tensor belongs to: its buffers, or else its parameters."""
+    return owner._buffers if name in owner._buffers else owner._parameters
+
+
+def _check_value(name: str, old: Tensor, value: Tensor | None, target: torch.device) -> None:
+    """Raise if there is no value to place, or if it is not one for this tensor."""
+    if value is None and old.is_meta and target != META:
+        raise ValueError(f"{name} is on the meta device: a `value` is needed to put it on {target}.")
+    if value is not None and old.shape != value.shape and not _is_packed(old):
+        raise ValueError(
+            f"Trying to set a tensor of shape {value.shape} in {name}, which has the shape {old.shape}: they "
+            "are not of one model."
+        )
+
+
+def _tied_copies(source: Tensor, tied_params_map: TiedTensors | None) -> dict[Any, Tensor]:
+    """Return the copies of a tied tensor by device; a tensor that is not tied has none."""
+    return {} if tied_params_map is None or source.is_meta else tied_params_map.get(source.data_ptr(), {})
+
+
+def _leaves_accelerator(device: torch.device, target: torch.device) -> bool:
+    return device.type == accelerator_type() and target.type != device.type
+
+
+def _dtype_for(old: Tensor, value: Tensor | None, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that a tensor takes with its new value; None keeps that of the value."""
     if dtype is None:
-        return None if _is_packed(old) else old.dtype
-    return proper_dtype(dtype) if value.is_floating_point() or value.is_complex() else None
+        return None if value is None or _is_packed(old) else old.dtype
+    return proper_dtype(dtype) if value is None or value.is_floating_point() or value.is_complex() else None
 
 
-def _placed(source: Tensor, target: torch.device, dtype: torch.dtype | str | None, non_blocking: bool) -> Tensor:
+def _copied(source: Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> Tensor:
     with torch.no_grad():
-        return source.detach().to(target, proper_dtype(dtype) or source.dtype, non_blocking=non_blocking)
+        return source.detach().to(target, dtype or source.dtype, non_blocking=non_blocking)
 
 
 def proper_dtype(dtype: torch.dtype | str | None) -> Any:
-    """Return the dtype that a name such as "torch.float16" means."""
+    """Convert a name such as "torch.float16" to a dtype."""
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Tell whether a quantised parameter holds its numbers in a shape and dtype of its own."""
+    """Tell whether a parameter is quantised, with a packed shape and dtype."""
     return type(tensor) not in (Tensor, nn.Parameter)
 
 
 def as_parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
-    """Make a tensor a parameter of the kind, and with the marks, that another one has."""
+    """Convert a tensor to a parameter of the class, and with the attributes, of another one."""
     kind: Any = type(like) if isinstance(like, nn.Parameter) else nn.Parameter
-    can_learn = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     if kind is nn.Parameter:
-        parameter = nn.Parameter(tensor, requires_grad=can_learn)
-        for key, mark in vars(like).items():
-            setattr(parameter, key, mark)
+        parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+        for key, attribute in vars(like).items():
+            setattr(parameter, key, attribute)
         return parameter
-    marks = {key: mark for key, mark in vars(like).items() if key != "SCB"}  # bitsandbytes' classes take theirs back
-    made: nn.Parameter = kind(tensor, requires_grad=can_learn, **marks)
+    # the classes of bitsandbytes take their attributes as arguments
+    attributes = {key: attribute for key, attribute in vars(like).items() if key != "SCB"}
+    made: nn.Parameter = kind(tensor, requires_grad=requires_grad, **attributes)
     return made
 
 
@@ -170,17 +186,17 @@ def as_parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the groups of names under which the model knows one parameter, each in the model's order."""
+    """Return the groups of names of each tied parameter, in the order of the model."""
     return tied_names(model.named_parameters(remove_duplicate=False))
 
 
 def find_tied_tensors(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that are one parameter or one buffer."""
+    """Return the groups of names of each tied parameter and each tied buffer."""
     return find_tied_parameters(model) + tied_names(model.named_buffers(remove_duplicate=False))
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again, the first that has values; other devices keep their own copy."""
+    """Tie each group of names again, to the first parameter with values; other devices keep their own copy."""
     for group in tied_params:
         holders = [owner_of(model, name) for name in group]
         found = [getattr(owner, name, None) for owner, name in holders]
@@ -189,12 +205,11 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
             source = next((tensor for tensor in found if isinstance(tensor, Tensor)), None)
         for (owner, name), tensor in zip(holders, found, strict=True):
             if source is not None and (tensor is None or tensor.is_meta or tensor.device == source.device):
-                store = owner._buffers if name in owner._buffers else owner._parameters
-                store[name] = source  # type: ignore[assignment]
+                tensors_with(owner, name)[name] = source
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Tell whether a model of transformers says in its config that it ties weights."""
+    """Tell whether the config of a transformers model ties weights."""
     config = getattr(model, "config", None)
     if config is None:
         return False

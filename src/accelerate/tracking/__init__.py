@@ -1,4 +1,4 @@
-"""From `accelerator.log` to any tracker. The published names; each adapter is loaded when it is asked for."""
+"""Experiment trackers behind `accelerator.log`: the published names. Each adapter is imported on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load an adapter when it is first asked for (PEP 562)."""
+    """Import an adapter on first use (PEP 562)."""
     if name == "LOGGER_TYPE_TO_CLASS":
         return globals().setdefault(name, {tracker: class_named(tracker) for tracker in CLASS_OF})
     if name not in _NAME_OF:

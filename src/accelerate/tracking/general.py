@@ -1,4 +1,4 @@
-"""`GeneralTracker`: what a tracker is, for ours and for those people write themselves."""
+"""`GeneralTracker`: the base class of trackers, built-in and custom."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GeneralTracker:
-    """Send what a run logs to one place.
+    """Log a run to one backend.
 
-    A tracker of your own has a `name`, says by `requires_logging_directory` whether it needs a folder, gives its
-    inner object as `tracker`, and overrides the methods below. `start` opens the run, so that a tracker that is
-    merely made costs nothing.
+    A custom tracker has a `name`, sets `requires_logging_directory` if it needs a folder, returns the object of its
+    client as `tracker`, and overrides the methods below. `start` opens the run; creating a tracker has no effects.
     """
 
     main_process_only = True
     """Set it to False to be called on every process."""
 
     in_background = True
-    """`log` is called from a thread of its own, so that it may take its time. Set it to False for a client that must
-    be called from the training thread (an SQLite connection, MLflow's active run), or that talks to other ranks."""
+    """`log` is called from a separate thread, so that it may be slow. Set it to False for a client that must be called
+    from the training thread (an SQLite connection, MLflow's active run), or that communicates with other ranks."""
 
     is_remote = False
-    """Set it to True for a client that talks to a server: where it is too slow, records are left out and counted.
-    For others `accelerator.log` waits once too many records wait, and none is left out."""
+    """Set it to True for a client of a server: if it is too slow, records are dropped and counted. For others
+    `accelerator.log` waits when the backlog is full, and no record is dropped."""
 
     continued: Mapping[str, Any] = MappingProxyType({})
-    """The identity of the run that `start` is to open again, where a checkpoint was resumed; else nothing."""
+    """The identity of the run that `start` must reopen, after a resume from a checkpoint; otherwise empty."""
     next_step = 0
-    """The first step that the resumed checkpoint does not have."""
+    """The first step after the resumed checkpoint."""
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
@@ -53,15 +52,15 @@ class GeneralTracker:
         """Close the run."""
 
     def run_identity(self) -> dict[str, Any]:
-        """Return what a later process needs to go on with this run, as plain data; nothing where that cannot be."""
+        """Return what a later process needs to reopen this run, as plain data; empty if it cannot be reopened."""
         return {}
 
-    def go_on(self, identity: Mapping[str, Any], next_step: int) -> None:
-        """Hear, before `start`, which run to open again."""
+    def resume_run(self, identity: Mapping[str, Any], next_step: int) -> None:
+        """Set the run that `start` must reopen."""
         self.continued, self.next_step = identity, next_step
 
     def discard(self) -> None:
-        """Close a run that got no record, because an older one is opened in its place; remove it where that works."""
+        """Close a run without records, because an older one is reopened instead; delete it if possible."""
         self.finish()
 
 
@@ -73,7 +72,7 @@ _EXPECTED = {
 
 
 def check(tracker: GeneralTracker) -> None:
-    """Raise unless the tracker has what every tracker needs."""
+    """Raise if the tracker lacks a required attribute."""
     missing = {name: hint for name, hint in _EXPECTED.items() if name not in dir(tracker)}
     if missing:
         raise NotImplementedError(
@@ -83,7 +82,7 @@ def check(tracker: GeneralTracker) -> None:
 
 
 def on_main_process(function: F) -> F:
-    """Make a tracker's method do nothing on other processes than rank 0, unless its `main_process_only` is False."""
+    """Make a method of a tracker do nothing except on rank 0, unless its `main_process_only` is False."""
 
     @wraps(function)
     def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +94,7 @@ def on_main_process(function: F) -> F:
 
 
 class BlankTracker(GeneralTracker):
-    """Stand for a tracker that lives on the main process only: every call on it does nothing."""
+    """A placeholder for a tracker that exists on the main process only: every call does nothing."""
 
     name = ""
     requires_logging_directory = False
@@ -105,7 +104,7 @@ class BlankTracker(GeneralTracker):
 
     @property
     def tracker(self) -> BlankTracker:
-        """The client's own object: on this process there is none."""
+        """The object of the client: the placeholder itself."""
         return self
 
     def __getattr__(self, name: str) -> BlankTracker:

@@ -1,4 +1,4 @@
-"""Append-only JSON lines: a tracker without an account, a server or a package. `accelerate report` draws them.
+"""Append-only JSON lines: a tracker without an account, a server or a package. `accelerate report` plots them.
 
 A run is a folder with `metrics.jsonl`, one record per line:
 
@@ -10,11 +10,12 @@ A run is a folder with `metrics.jsonl`, one record per line:
     {"time": ..., "lost": {"wandb": 12}}
     {"end": {"time": ...}}
 
-A start that goes on from a checkpoint has its id as `resumed`: readers forget what came after that line, because the
-run does it again. `lost` counts the records that a tracker of this run did not store since the last `start`.
+A start that resumes a checkpoint has its id as `resumed`: readers discard the records after the line of that
+checkpoint, because the run repeats them. `lost` counts the records that a tracker of this run did not store since the
+last `start`.
 
-Records reach the operating system in one write, all that wait at once, so that a killed process loses nothing that was
-taken over and a crash of the machine at most the last records, never the file.
+All waiting records are passed to the operating system in one write, so that a killed process loses no written record,
+and a crash of the machine loses at most the last records, never the file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "metrics.jsonl"
 _SECONDS_BETWEEN_SAMPLES = 1.0
-_encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 class JSONLTracker(GeneralTracker):
@@ -67,10 +68,10 @@ class JSONLTracker(GeneralTracker):
         self._number = StepCounter()
         self._sampled_at = -math.inf
         self._process = psutil.Process()
-        self._is_torn = False
-        self.losses: Callable[[], dict[str, int]] = dict
-        """Tells how many records each tracker of the run has lost; set by the run, and written down here."""
-        self._losses_told: dict[str, int] = {}
+        self._line_is_incomplete = False
+        self.lost_records: Callable[[], dict[str, int]] = dict
+        """Returns how many records each tracker of the run has lost; set by the run, and written to the file."""
+        self._written_lost_records: dict[str, int] = {}
 
     @property
     def path(self) -> str:
@@ -84,7 +85,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the file; behind a line that a crash cut off, a new one is begun."""
+        """Open the file; after an incomplete line of a crashed process, start a new line."""
         if not self._has_given_name:
             self.run = self.continued.get("run", self.run)
         self._number.next = self.next_step
@@ -94,7 +95,7 @@ class JSONLTracker(GeneralTracker):
         self._is_new = size == 0
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
-        phases.run_folder = os.path.dirname(self.path)  # where the watcher's lines about the ranks go
+        phases.run_folder = os.path.dirname(self.path)  # the watcher writes its lines about the ranks here
         runtime = Runtime.existing()
         self._write(
             start={
@@ -114,16 +115,16 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def mark_checkpoint(self, mark: str) -> None:
-        """Write that a checkpoint was made after the records before this line."""
+        """Write a line that marks the position of a checkpoint among the records."""
         self._write(checkpoint={"time": time.time(), "id": mark})
 
     @on_main_process
     def discard(self) -> None:
-        """Close the file, and remove it if this run has begun it."""
+        """Close the file, and delete it if this run has created it."""
         if self._is_new and self._file is not None:
             os.close(self._file)
             self._file = phases.run_folder = None
-            with suppress(OSError):  # there may be files of somebody else beside it
+            with suppress(OSError):  # there may be other files in the folder
                 os.unlink(self.path)
                 os.rmdir(os.path.dirname(self.path))
         else:
@@ -131,19 +132,19 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the config, whatever it is made of."""
+        """Write the config as plain data."""
         self._write(config=plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write the values of one step; without one, the step after the last."""
+        """Write the values of one step, by default the step after the last."""
         step = self._number(step)
         self._write(step=step, time=time.time(), values=plain(values))
         self._sample(step)
 
     @on_main_process
     def log_all(self, records: deque[Record]) -> None:
-        """Write records with one call of the system, and take those off that are in the file."""
+        """Write records with one system call, and remove the written ones from the queue."""
         number, lines = self._number.next, []
         for record in records:
             if record.mark:
@@ -151,7 +152,7 @@ class JSONLTracker(GeneralTracker):
                 continue
             step = number if record.step is None else record.step
             number = step + 1
-            lines.append(_line({"step": step, "time": record.time, "values": plain(record.settled())}))
+            lines.append(_line({"step": step, "time": record.time, "values": plain(record.materialized())}))
         written, problem = self._append(b"".join(lines))
         for line in lines:
             written -= len(line)
@@ -165,23 +166,23 @@ class JSONLTracker(GeneralTracker):
         self._sample(self._number.next - 1)
 
     def _sample(self, step: int) -> None:
-        """Write, about once a second, what memory the run uses and what its trackers have lost."""
+        """Write, about once a second, the memory of the process and the number of lost records."""
         if time.monotonic() - self._sampled_at >= _SECONDS_BETWEEN_SAMPLES:
             self._sampled_at = time.monotonic()
             self._write(step=step, time=time.time(), system=self._memory())
-            self._tell_losses()
+            self._write_lost_records()
 
-    def _tell_losses(self) -> None:
-        losses = self.losses()
-        if losses != self._losses_told:
-            self._write(time=time.time(), lost=losses)
-            self._losses_told = losses
+    def _write_lost_records(self) -> None:
+        lost = self.lost_records()
+        if lost != self._written_lost_records:
+            self._write(time=time.time(), lost=lost)
+            self._written_lost_records = lost
 
     @on_main_process
     def finish(self) -> None:
-        """Write that the run ended, and close the file."""
+        """Write the end of the run, and close the file."""
         if self._file is not None:
-            self._tell_losses()
+            self._write_lost_records()
             self._write(end={"time": time.time()})
             os.fsync(self._file)
             os.close(self._file)
@@ -198,17 +199,17 @@ class JSONLTracker(GeneralTracker):
             raise problem
 
     def _append(self, lines: bytes) -> tuple[int, OSError | None]:
-        """Write, and return how many bytes were taken and why not all were: a full disk can take a part."""
+        """Write, and return the number of bytes written and the error, if any: a full disk may accept a part."""
         if self._file is None:
             raise ValueError(f"{self.path} is not open: call start() first.")
         done = 0
         try:
-            if self._is_torn:
+            if self._line_is_incomplete:
                 os.write(self._file, b"\n")
-                self._is_torn = False
+                self._line_is_incomplete = False
             while done < len(lines):
                 done += os.write(self._file, lines[done:])
-                self._is_torn = lines[done - 1 : done] != b"\n"
+                self._line_is_incomplete = lines[done - 1 : done] != b"\n"
         except OSError as error:
             return done, error
         return done, None
@@ -220,18 +221,18 @@ def _device_memory() -> int:
 
 def _line(record: dict[str, Any]) -> bytes:
     try:
-        text = _encoded(record)
-    except ValueError:  # there is a number in it that JSON has none for
-        text = _encoded(_strict(record))
+        text = _encode(record)
+    except ValueError:  # NaN or infinity, which JSON does not have
+        text = _encode(_with_spelled_floats(record))
     return (text + "\n").encode()
 
 
-def _strict(value: Any) -> Any:
-    """Spell what JSON has no numbers for."""
+def _with_spelled_floats(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _with_spelled_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return [_with_spelled_floats(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""What clients of one form share: `client.init(project=...)` gives a run with a config, `log` and `finish`."""
+"""The base of clients whose `client.init(project=...)` returns a run with a config, `log` and `finish`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .values import plain
 
 
 class ProjectTracker(GeneralTracker):
-    """Log to a run of the project `run_name`; options are those of the client's `init`. Its `name` is its package's."""
+    """Log to a run of the project `run_name`; options are those of the client's `init`. `name` is the package."""
 
     name: ClassVar[str]
     requires_logging_directory = False
@@ -25,7 +25,7 @@ class ProjectTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The client's own run."""
+        """The run of the client."""
         return self.run
 
     @on_main_process
@@ -46,7 +46,7 @@ class ProjectTracker(GeneralTracker):
         self.run.log(images, step=step, **kwargs)
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which the client's `init` opens this run again."""
+        """Return the options with which `init` of the client reopens this run."""
         return {"id": self.run.id, "resume": "allow"}
 
     @on_main_process

@@ -1,4 +1,4 @@
-"""Which trackers there are, which of them are installed, and what `log_with` asks for."""
+"""The known trackers, the installed ones, and those that `log_with` requests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CLASS_OF = {
     "trackio": "TrackioTracker",
     "wandb": "WandBTracker",
 }
-"""Name of the tracker, of the module that adapts it and, but for `jsonl`, of its package -> the class."""
+"""Name of the tracker, of its adapter module and, except for `jsonl`, of its package -> the class."""
 
 _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Let `log_with` find a tracker class of your own by its `name`; usable as a decorator."""
+    """Register a custom tracker class under its `name` for `log_with`; usable as a decorator."""
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise TypeError(f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}.")
     name = getattr(tracker_class, "name", None)
@@ -43,7 +43,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
 
 
 def class_named(name: str) -> type[GeneralTracker]:
-    """Return the class of a tracker; its package is not imported yet."""
+    """Return the class of a tracker, without importing its package."""
     if name in _registered:
         return _registered[name]
     module = ".jsonl" if name == "jsonl" else f".clients.{name}"
@@ -52,10 +52,10 @@ def class_named(name: str) -> type[GeneralTracker]:
 
 
 def is_installed(name: str) -> bool:
-    """Tell whether the package a tracker needs is there."""
+    """Tell whether the package of a tracker is installed."""
     if name in _registered or name == "jsonl":
         return True
-    # By the published function, because other libraries overwrite it where a client is installed and broken.
+    # By the published function, because other libraries monkeypatch it if a client is installed but broken.
     return bool(getattr(abilities, f"is_{name}_available")())
 
 
@@ -68,17 +68,17 @@ def filter_trackers(
     log_with: str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None,
     logging_dir: str | None = None,
 ) -> list[str | GeneralTracker]:
-    """Return the names and tracker objects that `log_with` asks for and that can be used here.
+    """Return the names and tracker objects that `log_with` requests and that can be used.
 
-    What was asked for and is not installed is left out with a warning; a name nobody knows is an error.
+    Trackers that are not installed are omitted with a warning; an unknown name is an error.
     """
     if log_with is None:
         return []
     single = isinstance(log_with, (str, GeneralTracker)) or not isinstance(log_with, Iterable)
-    asked: list[Any] = [log_with] if single else list(log_with)  # type: ignore[arg-type]
-    names = {str(item) for item in asked if isinstance(item, str)}
+    requested: list[Any] = [log_with] if single else list(log_with)  # type: ignore[arg-type]
+    names = {str(item) for item in requested if isinstance(item, str)}
     chosen: dict[Any, str | GeneralTracker] = {}
-    for item in asked:
+    for item in requested:
         if isinstance(item, GeneralTracker):
             check(item)
             chosen[id(item)] = item
@@ -89,7 +89,7 @@ def filter_trackers(
                 f"log_with takes names such as 'tensorboard' and objects of a GeneralTracker subclass, not {item!r}."
             )
     if "all" in names:
-        chosen |= {name: name for name in _everything(logging_dir)}
+        chosen |= {name: name for name in _all_usable(logging_dir)}
     return list(chosen.values())
 
 
@@ -116,8 +116,8 @@ def _usable(name: str, logging_dir: str | None) -> list[str]:
     return [name]
 
 
-def _everything(logging_dir: str | None) -> list[str]:
-    """Return the published trackers and the registered ones; ours logs where it is asked for by name."""
+def _all_usable(logging_dir: str | None) -> list[str]:
+    """Return the usable trackers, published and registered; `jsonl` must be requested by name."""
     published = [name for name in CLASS_OF if name != "jsonl"]
     installed = [name for name in [*published, *_registered] if is_installed(name)]
     usable = [

@@ -1,4 +1,4 @@
-"""The trackers of a run, together: opened once, fed by `log`, closed at the end whatever happens."""
+"""The trackers of a run: opened once, written to by `log`, and closed at exit in any case."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .writer import Record, Writer
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_TO_CATCH_UP = 10.0
+_SECONDS_TO_DRAIN = 10.0
 
 
 class Trackers:
-    """What `log_with` asked for, before, during and after the run."""
+    """The trackers that `log_with` requests, before, during and after the run."""
 
     def __init__(self, log_with: Any, logging_dir: str | None) -> None:
-        self.asked_for = filter_trackers(log_with, logging_dir)
+        self.requested = filter_trackers(log_with, logging_dir)
         self.logging_dir = logging_dir
         self._objects: list[GeneralTracker] = []
         self._writers: list[Writer] = []
         self._config: dict[str, Any] | None = None
         self._number = StepCounter()
         self._resumed: Mapping[str, Any] = {}
-        """What the checkpoint said of its runs, until trackers are opened that can go on with them."""
-        self._begun = False
+        """The runs of the resumed checkpoint, until trackers are opened that continue them."""
+        self._started = False
         self._ended = False
         self._warned = False
 
@@ -48,32 +48,32 @@ class Trackers:
         *,
         strict: bool,
     ) -> None:
-        """Make the trackers that were asked for by name, and open all of them on the processes they are for."""
-        if self._begun and not self._ended:
-            self.finish()  # a second call begins new runs
+        """Create the trackers that were requested by name, and open all on the ranks they are for."""
+        if self._started and not self._ended:
+            self.finish()  # a second call starts new runs
         self._warn_about_unknown(init_kwargs, "init_kwargs")
         self._objects = [
-            item if isinstance(item, GeneralTracker) else self._made(item, project_name, init_kwargs.get(item, {}))
-            for item in self.asked_for
+            item if isinstance(item, GeneralTracker) else self._create(item, project_name, init_kwargs.get(item, {}))
+            for item in self.requested
         ]
         here = [tracker for tracker in self._objects if not tracker.main_process_only or rank_of_this_process() == 0]
         self._writers = [Writer(tracker, strict=strict) for tracker in here]
         for tracker in here:
-            if _keeps_losses(tracker):
-                tracker.losses = self._losses  # type: ignore[attr-defined]
-        self._begun, self._ended, self._warned = True, False, False
+            if _writes_lost_records(tracker):
+                tracker.lost_records = self._lost_records  # type: ignore[attr-defined]
+        self._started, self._ended, self._warned = True, False, False
         self._config, self._number = config, StepCounter()
         self._number.next = self._resumed.get("next_step", 0)
-        atexit.register(self.close)  # a script that ends early, or by an error, keeps what it logged
+        atexit.register(self.close)  # a script that ends early, or by an error, keeps its records
         resumed, self._resumed = self._resumed, {}
         for writer in self._writers:
             if resumed or writer.tracker.continued:
-                writer.tracker.go_on(resumed.get("runs", {}).get(writer.name, {}), self._number.next)
+                writer.tracker.resume_run(resumed.get("runs", {}).get(writer.name, {}), self._number.next)
             writer.begin(config)
 
     def runs(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: which run each tracker writes, and the step that comes next."""
-        if not self._begun or self._ended or not self._writers:
+        """Return the state for a checkpoint: the run of each tracker, and the next step."""
+        if not self._started or self._ended or not self._writers:
             return {}
         mark = uuid.uuid4().hex[:8]
         return {
@@ -81,20 +81,20 @@ class Trackers:
             "runs": {writer.name: writer.identity(mark) for writer in self._writers},
         }
 
-    def go_on(self, runs: Mapping[str, Any]) -> None:
-        """Go on with the runs of a checkpoint: at once where trackers are open, else when they are opened."""
+    def resume_runs(self, runs: Mapping[str, Any]) -> None:
+        """Resume the runs of a checkpoint: at once if trackers are open, otherwise when they are opened."""
         if not runs:
             return
         if rank_of_this_process() != 0:  # the checkpoint has the runs of rank 0
             runs = {**runs, "runs": {}}
-        if not self._begun or self._ended:
+        if not self._started or self._ended:
             self._resumed = runs
             return
         self._number.next = runs["next_step"]
         for writer in self._writers:
-            writer.go_on(runs["runs"].get(writer.name, {}), runs["next_step"], self._config)
+            writer.resume_run(runs["runs"].get(writer.name, {}), runs["next_step"], self._config)
 
-    def _made(self, name: str, project_name: str, options: Mapping[str, Any]) -> GeneralTracker:
+    def _create(self, name: str, project_name: str, options: Mapping[str, Any]) -> GeneralTracker:
         tracker_class: Any = class_named(name)
         if tracker_class.requires_logging_directory:
             return tracker_class(project_name, self.logging_dir, **options)  # type: ignore[no-any-return]
@@ -105,11 +105,11 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any], reduce: str | None
     ) -> None:
-        """Hand the values to every tracker; returns before they have written them."""
-        if not self.asked_for:
+        """Pass the values to every tracker, without waiting until they are written."""
+        if not self.requested:
             return
-        if not self._begun or self._ended:
-            self._say_that_nobody_listens()
+        if not self._started or self._ended:
+            self._warn_not_logging()
             return
         if reduce is not None:
             values = reduced(values, reduce)
@@ -117,52 +117,52 @@ class Trackers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
             self._number(step)
-            record = Record(_copied(values) | _news(), step, dict(log_kwargs))
+            record = Record(_copied(values) | _straggler_metrics(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
 
-    def caught_up(self) -> list[GeneralTracker]:
-        """Return the trackers, once what was logged so far has reached them: a call on one must not overtake it."""
+    def drained(self) -> list[GeneralTracker]:
+        """Return the trackers after all logged records have reached them, so that direct calls keep the order."""
         for writer in self._writers:
-            if not writer.drain(_SECONDS_TO_CATCH_UP):
+            if not writer.drain(_SECONDS_TO_DRAIN):
                 logger.warning("The tracker %r is behind: this call may reach it before earlier records.",
                                writer.name)  # fmt: skip
         return list(self._objects)
 
     def named(self, name: str, unwrap: bool) -> Any:
-        """Return one tracker, or the client's own object."""
-        names = [_name_of(item) for item in self.asked_for]
+        """Return one tracker, or the object of its client."""
+        names = [_name_of(item) for item in self.requested]
         if name not in names:
             raise ValueError(f"There is no tracker {name!r}: log_with has {', '.join(names) or 'none'}.")
-        if not self._begun:
+        if not self._started:
             raise ValueError(f"The tracker {name!r} has no run yet: call accelerator.init_trackers(...) first.")
-        tracker = self.caught_up()[names.index(name)]
+        tracker = self.drained()[names.index(name)]
         if tracker.main_process_only and rank_of_this_process() != 0:
             return BlankTracker()
         return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Close every run; harmless when it was done before."""
+        """Close every run; a second call has no effect."""
         self.close()
         for writer in self._writers:
             writer.raise_if_strict()
 
     def close(self) -> None:
-        """Close every run, without raising: what the end of the interpreter calls."""
-        if not self._begun or self._ended:
+        """Close every run without raising, for use at exit."""
+        if not self._started or self._ended:
             return
         self._ended = True
         atexit.unregister(self.close)
-        # Clients that wrap the standard output must unwrap it in turn; who writes down the losses of others comes last.
+        # Clients that wrap stdout must unwrap it in reverse order; the tracker that writes lost records is last.
         for is_last in (False, True):
             for writer in reversed(self._writers):
-                if _keeps_losses(writer.tracker) == is_last:
+                if _writes_lost_records(writer.tracker) == is_last:
                     writer.finish()
 
-    def _losses(self) -> dict[str, int]:
+    def _lost_records(self) -> dict[str, int]:
         return {writer.name: writer.lost for writer in self._writers if writer.lost}
 
-    def _say_that_nobody_listens(self) -> None:
+    def _warn_not_logging(self) -> None:
         if not self._warned and rank_of_this_process() == 0:
             when, remedy = (
                 ("after end_training()", "Log before it.")
@@ -173,7 +173,7 @@ class Trackers:
         self._warned = True
 
     def _warn_about_unknown(self, options: Iterable[str], argument: str) -> None:
-        names = {_name_of(item) for item in self.asked_for}
+        names = {_name_of(item) for item in self.requested}
         unknown = [key for key in options if key not in names]
         if unknown and not self._warned:
             self._warned = True
@@ -181,28 +181,28 @@ class Trackers:
                            argument, ", ".join(unknown), ", ".join(sorted(names)) or "none")  # fmt: skip
 
 
-def _keeps_losses(tracker: GeneralTracker) -> bool:
-    return hasattr(tracker, "losses")
+def _writes_lost_records(tracker: GeneralTracker) -> bool:
+    return hasattr(tracker, "lost_records")
 
 
-def _name_of(asked_for: str | GeneralTracker) -> str:
-    return str(asked_for if isinstance(asked_for, str) else getattr(asked_for, "name", ""))
+def _name_of(requested: str | GeneralTracker) -> str:
+    return str(requested if isinstance(requested, str) else getattr(requested, "name", ""))
 
 
-def _news() -> dict[str, Any]:
-    """Take what the watcher has found out about the ranks since the last time."""
+def _straggler_metrics() -> dict[str, Any]:
+    """Return the straggler that the watcher has found since the last call, as metrics."""
     clock = phases.clock
     if clock is None or clock.extra_values is None:
         return {}
-    news, clock.extra_values = clock.extra_values, None
-    return news
+    metrics, clock.extra_values = clock.extra_values, None
+    return metrics
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the values as they are now: the loop may change a tensor right after.
+    """Copy the values, because the loop may change a tensor right after.
 
-    A number on the host is read at once; one on an accelerator is copied there and read by the writer, because reading
-    it here would make the step wait for the device.
+    A number on the host is read at once. One on an accelerator is copied on the device and read by the writer thread,
+    because reading it here would synchronise with the device.
     """
     copied: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Configs and values of any shape, as plain data."""
+"""Convert configs and values of any shape to plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import date
 from functools import cache
 from typing import Any
@@ -21,34 +21,34 @@ LARGEST_LIST = 64
 """A tensor in a config with more elements is described instead of written out."""
 
 
-def plain(value: Any, _above: tuple[int, ...] = ()) -> Any:
-    """Return numbers, text, lists and dictionaries that say what the value says; JSON can hold the result."""
-    if isinstance(value, enum.Enum):
-        return plain(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, (Tensor, np.ndarray)):
-        return _plain_array(value)
-    if isinstance(value, date):
-        return value.isoformat()
-    if id(value) in _above:
-        return "..."  # it holds itself
-    above = (*_above, id(value))
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+def plain(value: Any, _ancestors: tuple[int, ...] = ()) -> Any:
+    """Convert a value of any shape to numbers, text, lists and dictionaries, which JSON can hold.
+
+    A container that holds itself ends in "...".
+    """
+    for kind, convert in _LEAVES:
+        if isinstance(value, kind):
+            return convert(value)
+    if id(value) in _ancestors:
+        return "..."
+    ancestors = (*_ancestors, id(value))
+    value = _with_fields_as_dict(value)
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item, above) for key, item in value.items()}
+        return {str(plain(key)): plain(item, ancestors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, above) for item in value]
+        return [plain(item, ancestors) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item, above) for item in value), key=str)
+        return sorted((plain(item, ancestors) for item in value), key=str)
     return getattr(value, "__qualname__", None) or str(value)
+
+
+def _with_fields_as_dict(value: Any) -> Any:
+    """Return the fields of a namespace or a dataclass instance as a dictionary, and any other value as it is."""
+    if isinstance(value, argparse.Namespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value
 
 
 def _plain_array(array: Tensor | np.ndarray[Any, Any]) -> Any:
@@ -60,8 +60,19 @@ def _plain_array(array: Tensor | np.ndarray[Any, Any]) -> Any:
     return f"{type(array).__name__} of shape {tuple(array.shape)}, {array.dtype}"
 
 
+_LEAVES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (enum.Enum, lambda value: plain(value.value)),  # before text and numbers, which a member can be too
+    ((type(None), bool, int, float, str), lambda value: value),
+    (os.PathLike, os.fspath),
+    (np.generic, lambda value: plain(value.item())),
+    ((Tensor, np.ndarray), _plain_array),
+    (date, lambda value: value.isoformat()),
+)
+"""The types that hold no other values, with their conversion; the first that fits counts."""
+
+
 def flat(config: Any, separator: str = ".") -> dict[str, bool | int | float | str | None]:
-    """Return one level of names: `{"model": {"depth": 2}}` becomes `{"model.depth": 2}`, lists become text."""
+    """Flatten a config to one level: `{"model": {"depth": 2}}` becomes `{"model.depth": 2}`, lists become text."""
     result: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -79,13 +90,13 @@ def flat(config: Any, separator: str = ".") -> dict[str, bool | int | float | st
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a logged value is a point of a curve."""
+    """Tell whether a logged value is a number."""
     return isinstance(value, (int, float, np.number))
 
 
 @cache
-def say_left_out(tracker: str, name: str, kind: str) -> None:
-    """Say, once for each name, that a tracker has no place for a value of this kind."""
+def warn_dropped(tracker: str, name: str, kind: str) -> None:
+    """Warn, once for each name, that a tracker cannot store a value of this type."""
     logger.warning("The tracker %r cannot store %r, a %s: it is left out.", tracker, name, kind)
 
 

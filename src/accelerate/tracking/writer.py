@@ -1,4 +1,4 @@
-"""Hand records to one tracker without making the training loop wait for it, or fall with it."""
+"""Pass records to one tracker, without blocking the training loop or failing with it."""
 
 from __future__ import annotations
 
@@ -18,64 +18,71 @@ from .values import plain
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BACKLOG = 10_000
-"""Records that may wait for a tracker. Then `put` waits for a local one, and leaves records out for a remote one."""
-SECONDS_TO_GATHER = 0.05
-"""For how long the thread lets records gather: waking it for each of them would cost a short step several percent."""
-SECONDS_BETWEEN_TRIES = (1.0, 4.0, 16.0)
+MAX_BACKLOG = 10_000
+"""The largest number of waiting records. Beyond it `put` waits for a local tracker, and drops for a remote one."""
+SECONDS_TO_BATCH = 0.05
+"""How long the thread collects records: waking it for each of them would cost a short step several percent."""
+RETRY_DELAYS = (1.0, 4.0, 16.0)
 SECONDS_TO_FINISH = 60.0
-SECONDS_BEFORE_A_WAIT_IS_TOLD = 2.0
-WRONG_CALLS_IN_A_ROW = 3
+SECONDS_BEFORE_WAIT_WARNING = 2.0
+MAX_PERMANENT_ERRORS = 3
 
 # [Note: two kinds of failures]
-# A tracker fails because the call is wrong (a value it cannot take, a bug in a hand-written tracker): trying again
-# cannot help, and the next record may be fine. Or because the world is wrong (no network, a full disk): the same record
-# may pass in a moment. The first kind costs its record, the second is tried again; either disables the tracker when
-# it does not end. The user hears of the first failure and of the end, not of every step.
-WRONG_CALL = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, ImportError, AssertionError)
+# A permanent failure is caused by the call (a value that the tracker cannot store, a bug in a custom tracker): a retry
+# cannot help, but the next record may succeed. A transient failure is caused by the environment (no network, a full
+# disk): the same record may succeed later. A permanent failure drops its record, a transient one is retried; either
+# disables the tracker if it persists. The first failure and the end are logged, not every step.
+PERMANENT_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    ImportError,
+    AssertionError,
+)
 
 # [Note: who waits]
-# A server may stall for minutes, and training must not: beyond the largest backlog records are left out and counted.
-# A file or a hand-written tracker is only slower than a tight loop: there `put` waits until there is room, as it did
-# when `log` called the tracker itself. It never waits for a tracker that is disabled, or that is failing and tried
-# again: that one is back or disabled within seconds.
+# A server may stall for minutes, and training must not: beyond the largest backlog records are dropped and counted.
+# A file or a custom tracker is at most slower than a tight loop: there `put` waits until there is room. It never waits
+# for a tracker that is disabled or being retried: that one recovers or is disabled within seconds.
 
 
 class Record:
-    """What one call of `log` said; tensors of an accelerator become numbers when somebody reads them."""
+    """The values of one call of `log`; tensors on an accelerator are converted to numbers on first read."""
 
-    __slots__ = ("_settled", "_values", "mark", "options", "step", "time")
+    __slots__ = ("_materialized", "_values", "mark", "options", "step", "time")
     _lock = threading.Lock()
 
     def __init__(
         self, values: dict[str, Any], step: int | None, options: dict[str, dict[str, Any]], *, mark: str = ""
     ) -> None:
         self._values = values
-        self._settled = False
+        self._materialized = False
         self.step = step
         self.options = options
         self.mark = mark
-        """The id of a checkpoint that was made at this moment; then it has no values."""
+        """The id of a checkpoint that was made at this point; such a record has no values."""
         self.time = time.time()
 
-    def settled(self) -> dict[str, Any]:
-        """Return the values with numbers for tensors of one element; waits for the device the first time."""
-        if not self._settled:
+    def materialized(self) -> dict[str, Any]:
+        """Return the values, with tensors of one element as numbers; the first call waits for the device."""
+        if not self._materialized:
             with self._lock:
-                if not self._settled:
-                    self._values = _numbers(self._values)
-                    self._settled = True
+                if not self._materialized:
+                    self._values = _with_scalars_as_numbers(self._values)
+                    self._materialized = True
         return self._values
 
 
-def _numbers(value: Any) -> Any:
+def _with_scalars_as_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _numbers(inner) for name, inner in value.items()}
+        return {name: _with_scalars_as_numbers(inner) for name, inner in value.items()}
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 class Writer:
-    """A tracker, the thread that calls it, and what became of the calls."""
+    """A tracker, the thread that calls it, and the outcome of the calls."""
 
     def __init__(self, tracker: GeneralTracker, *, strict: bool = False) -> None:
         self.tracker = tracker
@@ -84,37 +91,37 @@ class Writer:
         self.error: Exception | None = None
         self.disabled = False
         self.lost = 0
-        self._wrong_calls = 0
+        self._permanent_errors = 0
         self._got_records = False
         self._reported = False
         self._is_failing = False
-        self._told_wait = False
-        self._waiting: deque[Record] = deque()
-        self._taken: deque[Record] = deque()
-        """What the thread has in hand; a record leaves it when the tracker has it."""
-        self._change = threading.Condition()
-        self._is_wanted = False
-        """Somebody waits for the records: they gather no longer."""
-        self._is_ending = False
-        self._hurry = threading.Event()
+        self._warned_of_wait = False
+        self._queue: deque[Record] = deque()
+        self._in_flight: deque[Record] = deque()
+        """The records that the thread is writing; each is removed when the tracker has stored it."""
+        self._condition = threading.Condition()
+        self._flush_requested = False
+        """A caller waits for the records, so that the thread does not collect more."""
+        self._is_closing = False
+        self._finishing = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def backlog(self) -> int:
-        """How many records the tracker has not taken yet."""
-        return len(self._waiting) + len(self._taken)
+        """The number of records that the tracker has not stored yet."""
+        return len(self._queue) + len(self._in_flight)
 
     def begin(self, config: dict[str, Any] | None) -> None:
-        """Open the tracker's run and store the config."""
+        """Open the run of the tracker, and store the config."""
         try:
             self._open(config)
         except Exception as error:
-            if self.strict or isinstance(error, WRONG_CALL):
+            if self.strict or isinstance(error, PERMANENT_ERRORS):
                 raise
             self._disable(error, "could not start")
         else:
             if getattr(self.tracker, "in_background", True):
-                self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
                 self._thread.start()
 
     def _open(self, config: dict[str, Any] | None) -> None:
@@ -123,26 +130,26 @@ class Writer:
         except Exception as error:
             if not getattr(self.tracker, "continued", None):
                 raise
-            self._say(f"could not continue the run of the checkpoint ({_shown(error)}) and begins a new one")
-            self.tracker.go_on({}, self.tracker.next_step)
+            self._warn(f"could not continue the run of the checkpoint ({_describe(error)}) and begins a new one")
+            self.tracker.resume_run({}, self.tracker.next_step)
             self.tracker.start()
         if config is not None:
             self.tracker.store_init_configuration(config)
 
     def identity(self, mark: str) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run, and mark the checkpoint in it where the tracker can."""
+        """Return the identity of the run for a checkpoint, and mark the checkpoint in the run if the tracker can."""
         try:
             identity: dict[str, Any] = {} if self.disabled else plain(self.tracker.run_identity())
-        except Exception as error:  # a tracker must not cost a checkpoint
-            self._say(f"does not tell which run it writes ({_shown(error)}); a resume begins a new one")
+        except Exception as error:  # a tracker must not make a checkpoint fail
+            self._warn(f"does not tell which run it writes ({_describe(error)}); a resume begins a new one")
             return {}
         if identity and hasattr(self.tracker, "mark_checkpoint"):
             self.put(Record({}, None, {}, mark=mark))
             identity["mark"] = mark
         return identity
 
-    def go_on(self, identity: dict[str, Any], next_step: int, config: dict[str, Any] | None) -> None:
-        """Leave the run that was opened, and open that of a checkpoint again."""
+    def resume_run(self, identity: dict[str, Any], next_step: int, config: dict[str, Any] | None) -> None:
+        """Close the current run, and reopen the run of a checkpoint."""
         if self.disabled or not identity:
             return
         self.drain(SECONDS_TO_FINISH)
@@ -152,28 +159,28 @@ class Writer:
             else:
                 self.tracker.discard()
         except Exception as error:
-            self._say(f"could not close the run that the resume leaves: {_shown(error)}")
+            self._warn(f"could not close the run that the resume leaves: {_describe(error)}")
         try:
-            self.tracker.go_on(identity, next_step)
+            self.tracker.resume_run(identity, next_step)
             self._open(config)
         except Exception as error:
             self._disable(error, "could not start again")
 
     def put(self, record: Record) -> None:
-        """Take a record over. Who waits here, and who loses it, is told in [Note: who waits]."""
+        """Enqueue a record. It may wait or be dropped, see [Note: who waits]."""
         self._got_records = True
         if self._thread is None:
-            self._hand_over(deque([record]))
+            self._flush(deque([record]))
         else:
-            with self._change:
-                if self.backlog >= LARGEST_BACKLOG:
+            with self._condition:
+                if self.backlog >= MAX_BACKLOG:
                     self._make_room()
-                if self.disabled or (self.backlog >= LARGEST_BACKLOG and self._drops):
+                if self.disabled or (self.backlog >= MAX_BACKLOG and self._drops):
                     self.lost += 1
                 else:
-                    self._waiting.append(record)
-                    if len(self._waiting) in (1, LARGEST_BACKLOG // 2):
-                        self._change.notify()
+                    self._queue.append(record)
+                    if len(self._queue) in (1, MAX_BACKLOG // 2):
+                        self._condition.notify()
         self.raise_if_strict()
 
     @property
@@ -181,137 +188,137 @@ class Writer:
         return bool(getattr(self.tracker, "is_remote", False))
 
     def _make_room(self) -> None:
-        """Wait for a local tracker; of a remote one say, once, that it is left behind."""
+        """Wait for a local tracker; for a remote one warn, once, that records are dropped."""
         if self.disabled:
             return
         if self._drops:
             if self.lost == 0:
-                self._say(f"is too slow: {LARGEST_BACKLOG:,} records wait for it, and the next ones are left out")
+                self._warn(f"is too slow: {MAX_BACKLOG:,} records wait for it, and the next ones are left out")
             return
-        until = time.monotonic() + SECONDS_BEFORE_A_WAIT_IS_TOLD
-        while self.backlog >= LARGEST_BACKLOG and not self.disabled and not self._is_failing:
-            self._change.wait(0.01)
-            if not self._told_wait and time.monotonic() > until:
-                self._told_wait = True
-                self._say(f"is slower than the run: {LARGEST_BACKLOG:,} records wait for it, and log() waits too")
+        until = time.monotonic() + SECONDS_BEFORE_WAIT_WARNING
+        while self.backlog >= MAX_BACKLOG and not self.disabled and not self._is_failing:
+            self._condition.wait(0.01)
+            if not self._warned_of_wait and time.monotonic() > until:
+                self._warned_of_wait = True
+                self._warn(f"is slower than the run: {MAX_BACKLOG:,} records wait for it, and log() waits too")
 
     def raise_if_strict(self) -> None:
-        """Raise what went wrong in the tracker, if that was asked for."""
+        """Raise the error of the tracker, in strict mode."""
         if self.error is not None and self.strict:
             error, self.error = self.error, None
             raise error
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything that was logged has arrived; tell whether it did."""
+        """Wait until all records are stored; return whether they are."""
         until = time.monotonic() + seconds
-        with self._change:
-            self._is_wanted = True
-            self._change.notify()
+        with self._condition:
+            self._flush_requested = True
+            self._condition.notify()
         while self._thread is not None and self._thread.is_alive() and self.backlog:
             if time.monotonic() > until:
                 break
             time.sleep(0.001)
-        self._is_wanted = False
+        self._flush_requested = False
         return self._thread is None or not self._thread.is_alive() or not self.backlog
 
     def finish(self) -> None:
-        """Let the tracker take what is left, and close its run."""
+        """Store the remaining records, and close the run."""
         seconds = SECONDS_TO_FINISH
-        self._hurry.set()
+        self._finishing.set()
         if not self.drain(min(2.0, seconds)):
-            self._say(f"still has {_records(self.backlog)} to write; waiting up to {seconds:.0f} s")
+            self._warn(f"still has {_count_of_records(self.backlog)} to write; waiting up to {seconds:.0f} s")
             if not self.drain(seconds):
-                self._is_ending = self.disabled = True
+                self._is_closing = self.disabled = True
                 self.lost += self.backlog
-                self._say(f"did not take the last {_records(self.backlog)} in time")
+                self._warn(f"did not take the last {_count_of_records(self.backlog)} in time")
                 return
         if self._thread is not None:
-            with self._change:
-                self._is_ending = True
-                self._change.notify_all()
+            with self._condition:
+                self._is_closing = True
+                self._condition.notify_all()
             self._thread.join(seconds)
         if not self.disabled:
             try:
                 self.tracker.finish()
             except Exception as error:
-                self._keep(error)
-                if not _script_has_failed():  # else that failure is what its output has to say
-                    self._say(f"could not close its run: {_shown(error)}")
+                self._store_error(error)
+                if not _script_has_failed():  # otherwise that failure is the one to report
+                    self._warn(f"could not close its run: {_describe(error)}")
         if self.lost:
-            self._say(f"missed {_records(self.lost)} of this run")
+            self._warn(f"missed {_count_of_records(self.lost)} of this run")
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self._change:
-                self._change.wait_for(lambda: self._waiting or self._is_ending)
-                if self._is_ending and (self.disabled or not self._waiting):
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._is_closing)
+                if self._is_closing and (self.disabled or not self._queue):
                     return
-                self._change.wait_for(self._has_gathered, SECONDS_TO_GATHER)
-                self._taken, self._waiting = self._waiting, self._taken
-            self._hand_over(self._taken)
+                self._condition.wait_for(self._batch_is_ready, SECONDS_TO_BATCH)
+                self._in_flight, self._queue = self._queue, self._in_flight
+            self._flush(self._in_flight)
 
-    def _has_gathered(self) -> bool:
-        return self._is_wanted or self._is_ending or len(self._waiting) >= LARGEST_BACKLOG // 2
+    def _batch_is_ready(self) -> bool:
+        return self._flush_requested or self._is_closing or len(self._queue) >= MAX_BACKLOG // 2
 
-    def _hand_over(self, records: deque[Record]) -> None:
-        """Have the tracker take all records: at once where it can, so that one write stores all that wait."""
-        take = _takes_all(self.tracker) or self._log_first
-        pauses = iter(SECONDS_BETWEEN_TRIES)
+    def _flush(self, records: deque[Record]) -> None:
+        """Write all records to the tracker, in one batch if it supports that."""
+        take = _batch_log_of(self.tracker) or self._log_one
+        pauses = iter(RETRY_DELAYS)
         while records and not self.disabled:
             try:
                 take(records)
-            except WRONG_CALL as error:
-                if take != self._log_first and len(records) > 1:
-                    take = self._log_first  # only the wrong one is left out
+            except PERMANENT_ERRORS as error:
+                if take != self._log_one and len(records) > 1:
+                    take = self._log_one  # so that only the record that fails is dropped
                 else:
                     records.popleft()
-                    self._give_up_record(error)
+                    self._drop_record(error)
             except Exception as error:
                 pause = next(pauses, None)
-                if pause is None or self._thread is None or self._hurry.is_set():
+                if pause is None or self._thread is None or self._finishing.is_set():
                     self._disable(error, "failed again" if pause is None else "failed")
                 else:
                     self._is_failing = True
                     self._report(error, f"It is tried again in {pause:.0f} s, and training continues.")
-                    self._hurry.wait(pause)
+                    self._finishing.wait(pause)
             else:
-                self._wrong_calls, self._is_failing, pauses = 0, False, iter(SECONDS_BETWEEN_TRIES)
-        if self.disabled and not self._is_ending:
-            with self._change:
-                self.lost += len(records) + len(self._waiting)
+                self._permanent_errors, self._is_failing, pauses = 0, False, iter(RETRY_DELAYS)
+        if self.disabled and not self._is_closing:
+            with self._condition:
+                self.lost += len(records) + len(self._queue)
                 records.clear()
-                self._waiting.clear()
+                self._queue.clear()
 
-    def _log_first(self, records: deque[Record]) -> None:
+    def _log_one(self, records: deque[Record]) -> None:
         record = records[0]
         if record.mark:
             self.tracker.mark_checkpoint(record.mark)  # type: ignore[attr-defined]
         else:
-            self.tracker.log(record.settled(), step=record.step, **record.options.get(self.name, {}))
+            self.tracker.log(record.materialized(), step=record.step, **record.options.get(self.name, {}))
         records.popleft()
 
-    def _give_up_record(self, error: Exception) -> None:
+    def _drop_record(self, error: Exception) -> None:
         self.lost += 1
-        self._wrong_calls += 1
-        if self._wrong_calls >= WRONG_CALLS_IN_A_ROW:
-            self._disable(error, f"refused {self._wrong_calls} records in a row")
+        self._permanent_errors += 1
+        if self._permanent_errors >= MAX_PERMANENT_ERRORS:
+            self._disable(error, f"refused {self._permanent_errors} records in a row")
         else:
             self._report(error, "The record is left out, and training continues.")
 
     def _report(self, error: Exception, consequence: str) -> None:
-        self._keep(error)
+        self._store_error(error)
         if not self._reported:
             self._reported = True
-            self._say(f"raised {_shown(error)}. {consequence}{self._hint()}")
+            self._warn(f"raised {_describe(error)}. {consequence}{self._hint()}")
 
     def _disable(self, error: Exception, what: str) -> None:
-        self._keep(error)
+        self._store_error(error)
         self.disabled = True
         hint = "" if self._reported else self._hint()
-        self._say(f"{what}: {_shown(error)}. Nothing more is logged there, and training continues.{hint}")
+        self._warn(f"{what}: {_describe(error)}. Nothing more is logged there, and training continues.{hint}")
         self._reported = True
 
-    def _keep(self, error: Exception) -> None:
+    def _store_error(self, error: Exception) -> None:
         self.error = self.error or error
 
     def _hint(self) -> str:
@@ -319,12 +326,12 @@ class Writer:
             return ""
         return " If it must be called from the training thread, set in_background = False in its class."
 
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         logger.warning("[rank %d] the tracker %r %s.", rank_of_this_process(), self.name, what.removesuffix("."))
 
 
-def _takes_all(tracker: GeneralTracker) -> Callable[[deque[Record]], None] | None:
-    """Return the tracker's `log_all`, unless a class below it or the object itself has another `log`."""
+def _batch_log_of(tracker: GeneralTracker) -> Callable[[deque[Record]], None] | None:
+    """Return `log_all` of the tracker, unless a subclass or the object overrides `log`."""
     owner = next((c for c in type(tracker).__mro__ if {"log", "log_all"} & vars(c).keys()), object)
     if "log_all" not in vars(owner) or "log" in getattr(tracker, "__dict__", ()):
         return None
@@ -332,13 +339,13 @@ def _takes_all(tracker: GeneralTracker) -> Callable[[deque[Record]], None] | Non
 
 
 def _script_has_failed() -> bool:
-    """Tell whether Python has printed an exception that nobody caught: clients often cannot finish after one."""
+    """Tell whether the script ended by an uncaught exception, after which clients often cannot finish."""
     return getattr(sys, "last_value", None) is not None
 
 
-def _shown(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().removesuffix(".")
 
 
-def _records(count: int) -> str:
+def _count_of_records(count: int) -> str:
     return f"{count:,} record{'' if count == 1 else 's'}"

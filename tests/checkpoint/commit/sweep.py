@@ -135,7 +135,7 @@ def save_again(sweep: Sweep, project: str) -> None:
 
 @dataclass
 class Child:
-    """A forked process, which tells one thing at its end."""
+    """A forked process that reports one result at its end."""
 
     pid: int
     answer: int
@@ -151,7 +151,7 @@ class Child:
         os.waitpid(self.pid, 0)
         return None
 
-    def told(self) -> Any:
+    def result(self) -> Any:
         with os.fdopen(self.answer, encoding="utf-8") as stream:
             text = stream.read()
         return json.loads(text) if text else None
@@ -189,7 +189,7 @@ def run_world(world_size: int, function: Callable[[], Any]) -> list[Any]:
     world = fork_world(world_size, [function] * world_size)
     deadline = time.monotonic() + SECONDS_TO_END
     statuses = [child.wait(deadline) for child in world]
-    answers = [child.told() for child in world]
+    answers = [child.result() for child in world]
     for rank, (status, answer) in enumerate(zip(statuses, answers, strict=True)):
         if status is None:
             raise RuntimeError(f"rank {rank} hung")
@@ -317,7 +317,7 @@ def attempt_save(sweep: Sweep, project: str, call: Call | None) -> tuple[Attempt
     deadline = time.monotonic() + SECONDS_TO_END
     statuses = [child.wait(deadline) for child in world]
     trigger.close()
-    answers = [child.told() for child in world]
+    answers = [child.result() for child in world]
     calls: list[Call] = []
     if strace is not None:
         strace.end()
@@ -335,7 +335,7 @@ def attempt_save(sweep: Sweep, project: str, call: Call | None) -> tuple[Attempt
     return attempt, calls
 
 
-def look_at_remains(sweep: Sweep, project: str, attempt: Attempt) -> None:
+def check_remains(sweep: Sweep, project: str, attempt: Attempt) -> None:
     parent = Path(project) if sweep.explicit else Path(project, "checkpoints")
     attempt.left = sorted(path.name for path in parent.iterdir())
     if sweep.keep_remains is not None:
@@ -394,7 +394,7 @@ def run(sweep: Sweep) -> None:
         project = folder / "project"
         shutil.copytree(template, project)
         attempt, calls = attempt_save(sweep, str(project), call)
-        look_at_remains(sweep, str(project), attempt)
+        check_remains(sweep, str(project), attempt)
         print(json.dumps(asdict(attempt)))
         shutil.rmtree(project)
         return calls

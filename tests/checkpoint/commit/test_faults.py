@@ -1,4 +1,4 @@
-"""What goes wrong is named by every rank; the earlier checkpoint is untouched, and nobody waits for ever."""
+"""Every rank reports a fault; the earlier checkpoint is untouched, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
 
 
 def save(folder: Path, stamp: int) -> str | None:
-    """Save on one rank of a world, and return the error that it saw."""
+    """Save on one rank of a world, and return its error."""
     run = StampedRun(folder)
     run.stamp(stamp)
     return error_of(run.accelerator.save_state)
@@ -142,7 +142,7 @@ def save_with_a_hook(folder: Path, stamp: int, rank: int, hook: Callable[..., No
     return error_of(run.accelerator.save_state)
 
 
-def stand_in_the_way(models: Any, weights: Any, output_dir: str) -> None:
+def block_the_file(models: Any, weights: Any, output_dir: str) -> None:
     Path(output_dir, "random_states_1.pkl").mkdir()  # where rank 1 is to write its generators
 
 
@@ -151,15 +151,16 @@ def fail(models: Any, weights: Any, output_dir: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "said"), [(stand_in_the_way, r"generators (random_states_1.pkl) could not be written"), (fail, "mine.bin")]
+    ("hook", "message"),
+    [(block_the_file, r"generators (random_states_1.pkl) could not be written"), (fail, "mine.bin")],
 )
 def test_a_rank_that_cannot_add_its_files_is_named_and_the_checkpoint_stays(
-    hook: Any, said: str, tmp_path: Path
+    hook: Any, message: str, tmp_path: Path
 ) -> None:
     errors = run_on_ranks(2, save_with_a_hook, folder=tmp_path, stamp=2, rank=1, hook=hook)
     assert errors[0] is None, "rank 0 waits for nobody"
     assert "files of this rank: rank 1: " in errors[1]
-    assert said in errors[1]
+    assert message in errors[1]
     assert run_on_ranks(2, load_without_generators, folder=tmp_path) == [2, 2]
 
 
@@ -198,15 +199,15 @@ def save_with(folder: Path, kind: str, **save_options: Any) -> str | None:
 @on_one_and_two
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [("0", "could not be captured: LookupError"), ("unpicklable", "could not be written: ")],
 )
 def test_an_object_that_cannot_be_saved_is_named(
-    world_size: int, wait: bool, kind: str, said: str, tmp_path: Path
+    world_size: int, wait: bool, kind: str, message: str, tmp_path: Path
 ) -> None:
     run_on_ranks(world_size, save, folder=tmp_path, stamp=1)
     error = the_same_on_all(run_on_ranks(world_size, save_with, folder=tmp_path, kind=kind, wait=wait))
-    assert f"registered object_1 (custom_checkpoint_1.pkl) {said}" in error
+    assert f"registered object_1 (custom_checkpoint_1.pkl) {message}" in error
     assert_kept(world_size, tmp_path, 1)
 
 
@@ -226,7 +227,7 @@ def flip_a_bit(path: Path) -> None:
 
 @on_one_and_two
 @pytest.mark.parametrize(
-    ("damage", "options", "said"),
+    ("damage", "options", "message"),
     [
         (truncate, {}, r"has \d+ bytes instead of"),
         (flip_a_bit, {"verify": "hash"}, "is damaged"),
@@ -234,7 +235,7 @@ def flip_a_bit(path: Path) -> None:
     ],
 )
 def test_damage_to_any_file_is_named_before_anything_is_restored(
-    world_size: int, damage: Any, options: dict[str, Any], said: str, tmp_path: Path
+    world_size: int, damage: Any, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     run_on_ranks(world_size, save, folder=tmp_path / "whole", stamp=1)
     files = sorted(path.name for path in (tmp_path / "whole" / "checkpoints" / "checkpoint_0").iterdir())
@@ -245,7 +246,7 @@ def test_damage_to_any_file_is_named_before_anything_is_restored(
         damage(tmp_path / "damaged" / "checkpoints" / "checkpoint_0" / file)
         results = run_on_ranks(world_size, load, folder=tmp_path / "damaged", **options)
         error = the_same_on_all([error for _, error in results])
-        assert re.search(f"{file} {said}", error)
+        assert re.search(f"{file} {message}", error)
         assert "checkpoint_0 was not loaded" in error
         assert {stamp for stamp, _ in results} == {9}, "what was there before is untouched"
         shutil.rmtree(tmp_path / "damaged")

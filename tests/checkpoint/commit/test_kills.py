@@ -70,11 +70,11 @@ class Bench:
         found: list[Attempt] = []
         while (line := self.process.stdout.readline()) != "\n":
             if not line:
-                pytest.fail(f"the bench ended: {self.said()}")
+                pytest.fail(f"the bench ended: {self.output()}")
             found.append(Attempt(**json.loads(line)))
         return found[0], found[1:]
 
-    def said(self) -> str:
+    def output(self) -> str:
         self.complaints.seek(0)
         return self.complaints.read()[-4000:]
 
@@ -116,12 +116,12 @@ def test_either_of_two_processes_may_die_at_any_system_call(
     victim: int, explicit: bool, bench: Bench, tmp_path: Path
 ) -> None:
     attempts = assert_survives(bench, tmp_path, sample=6, world_size=2, victim=victim, explicit=explicit)
-    told = {said for attempt in attempts for said in attempt.survivors if said}
+    messages = {message for attempt in attempts for message in attempt.survivors if message}
     if victim == 0:
-        assert told, "the other rank noticed"
-        assert all("LostProcessError: Another process ended" in said for said in told), told
+        assert messages, "the other rank noticed"
+        assert all("LostProcessError: Another process ended" in message for message in messages), messages
     else:
-        assert not told, "rank 0 waits for nobody"
+        assert not messages, "rank 0 waits for nobody"
         assert {attempt.loaded for attempt in attempts} == {NEW}
 
 

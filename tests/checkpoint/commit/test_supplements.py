@@ -66,7 +66,7 @@ def save_on_all(folder: Path, wait: bool, late: int) -> tuple[int, list[str], st
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("wait", [True, False], ids=["foreground", "background"])
-def test_ranks_that_come_too_add_their_own_files_to_the_same_checkpoint(wait: bool, late: int, tmp_path: Path) -> None:
+def test_ranks_that_join_add_their_own_files_to_the_same_checkpoint(wait: bool, late: int, tmp_path: Path) -> None:
     results = run_on_ranks(2, save_on_all, folder=tmp_path, wait=wait, late=late)
     assert {result[0] for result in results} == {1}
     assert [result[1] for result in results] == [[], []]
@@ -120,24 +120,24 @@ def test_ranks_find_their_save_although_they_had_different_numbers_of_batches(tm
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"), [(truncate, "commit_1.json is damaged"), (Path.unlink, None)], ids=["truncated", "deleted"]
+    ("damage", "message"), [(truncate, "commit_1.json is damaged"), (Path.unlink, None)], ids=["truncated", "deleted"]
 )
 def test_a_damaged_record_of_a_rank_is_named_and_a_missing_one_reported(
-    damage: Any, said: str | None, tmp_path: Path
+    damage: Any, message: str | None, tmp_path: Path
 ) -> None:
     path = Path(run_on_ranks(2, save_on_all, folder=tmp_path, wait=True, late=1)[0][2])
     damage(path / "commit_1.json")
-    for told in run_on_ranks(2, load_and_tell, folder=path):
-        assert (said or "not called, or not finished, on rank 1") in told
+    for output in run_on_ranks(2, load_and_report, folder=path):
+        assert (message or "not called, or not finished, on rank 1") in output
 
 
 def test_a_damaged_file_of_a_rank_is_named(tmp_path: Path) -> None:
     path = Path(run_on_ranks(2, save_on_all, folder=tmp_path, wait=True, late=1)[0][2])
     flip_a_bit(path / "random_states_1.pkl")
-    assert all("random_states_1.pkl is damaged" in told for told in run_on_ranks(2, load_and_tell, folder=path))
+    assert all("random_states_1.pkl is damaged" in output for output in run_on_ranks(2, load_and_report, folder=path))
 
 
-def load_and_tell(folder: Path) -> str:
+def load_and_report(folder: Path) -> str:
     run = StampedRun(None)
     try:
         return str(run.accelerator.load_state(folder, verify="hash"))
@@ -160,12 +160,12 @@ def what_a_hook_wrote(folder: Path) -> list[str]:
     return [(folder / "ckpt" / name).read_text() for name in ("own_0.txt", "own_1.txt", "same.txt")]
 
 
-def test_hooks_run_on_every_rank_that_comes_and_what_they_write_is_kept(tmp_path: Path) -> None:
+def test_hooks_run_on_every_rank_that_joins_and_their_files_are_kept(tmp_path: Path) -> None:
     assert run_on_ranks(2, what_a_hook_wrote, folder=tmp_path) == [["rank 0", "rank 1", "rank 0"]] * 2
 
 
-def come_late(folder: Path) -> str:
-    """Rank 0 saves, and is gone with the store before rank 1 comes."""
+def join_after_rank_0_exited(folder: Path) -> str:
+    """Save on rank 0, which exits with the store before rank 1 joins."""
     run = StampedRun(None)
     run.stamp(4)
     if run.accelerator.is_main_process:
@@ -175,7 +175,7 @@ def come_late(folder: Path) -> str:
 
 
 def test_a_rank_finds_the_commit_of_a_coordinator_that_has_left(tmp_path: Path) -> None:
-    assert run_on_ranks(2, come_late, folder=tmp_path) == [str(tmp_path / "ckpt")] * 2
+    assert run_on_ranks(2, join_after_rank_0_exited, folder=tmp_path) == [str(tmp_path / "ckpt")] * 2
     assert (tmp_path / "ckpt" / "commit_1.json").is_file()
 
 
@@ -183,22 +183,22 @@ def save_shards_on_main(folder: Path) -> str:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = nn.Linear(4, 4)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    told = ""
+    output = ""
     if accelerator.is_main_process:
         try:
             accelerator.save_state(folder / "ckpt")
         except CheckpointError as error:
-            told = str(error)
+            output = str(error)
     accelerator.wait_for_everyone()
-    return told
+    return output
 
 
 def test_shards_under_a_condition_on_the_rank_are_refused_at_once(tmp_path: Path) -> None:
     begun = time.monotonic()
-    told, _ = run_on_ranks(2, save_shards_on_main, folder=tmp_path)
-    assert "save_state() was called on rank 0 only: the call is inside `if accelerator.is_main_process:`" in told
-    assert "of test_supplements.py" in told
-    assert "Move the call out of the condition" in told
+    output, _ = run_on_ranks(2, save_shards_on_main, folder=tmp_path)
+    assert "save_state() was called on rank 0 only: the call is inside `if accelerator.is_main_process:`" in output
+    assert "of test_supplements.py" in output
+    assert "Move the call out of the condition" in output
     assert time.monotonic() - begun < limit(5), "no timeout was waited for"
 
 

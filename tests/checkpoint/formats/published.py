@@ -117,7 +117,7 @@ def load(folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     action, folder, report = sys.argv[1:]
-    told = {"save": save, "load": load}[action](folder)
+    report = {"save": save, "load": load}[action](folder)
     with open(report, "w", encoding="utf-8") as stream:
-        json.dump(told, stream, indent=1)
+        json.dump(report, stream, indent=1)
         stream.write("\n")

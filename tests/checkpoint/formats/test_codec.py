@@ -45,7 +45,7 @@ DATA = {
 def test_plain_data_comes_back(tmp_path: Path) -> None:
     codec.write(DATA, tmp_path / "x.bin")
     assert str(codec.read(tmp_path / "x.bin")) == str(DATA)
-    assert codec.strangers_in(tmp_path / "x.bin") == []
+    assert codec.unsafe_globals_in(tmp_path / "x.bin") == []
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u8", "?", "c16", "U3", "M8[D]"])
@@ -71,7 +71,7 @@ def test_arrays_written_by_the_other_major_version_of_numpy_come_back(tmp_path: 
     assert str(codec.read(tmp_path / "y.pkl")["state"]) == str(state)
 
 
-class Evil:
+class Malicious:
     """Executes something when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
@@ -81,19 +81,19 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def as_torch_writes(evil: Evil, path: Path) -> None:
+def as_torch_writes(evil: Malicious, path: Path) -> None:
     torch.save({"step": evil}, path)
 
 
-def as_old_torch_wrote(evil: Evil, path: Path) -> None:
+def as_old_torch_wrote(evil: Malicious, path: Path) -> None:
     torch.save({"step": evil}, path, _use_new_zipfile_serialization=False)
 
 
-def as_pickle_writes(evil: Evil, path: Path) -> None:
+def as_pickle_writes(evil: Malicious, path: Path) -> None:
     path.write_bytes(pickle.dumps({"step": evil}))
 
 
-def as_pickle_wrote(evil: Evil, path: Path) -> None:
+def as_pickle_wrote(evil: Malicious, path: Path) -> None:
     path.write_bytes(pickle.dumps({"step": evil}, protocol=2))
 
 
@@ -109,7 +109,7 @@ def forge_record(checkpoint: Path, file: str) -> None:
 
 def test_the_trap_works(tmp_path: Path) -> None:
     for writer in WRITERS:
-        writer(Evil(tmp_path / writer.__name__), tmp_path / "trap")
+        writer(Malicious(tmp_path / writer.__name__), tmp_path / "trap")
         with suppress(RuntimeError):  # a pickle that is not torch's is executed before it is refused
             torch.load(tmp_path / "trap", weights_only=False)
         assert (tmp_path / writer.__name__).exists()
@@ -120,7 +120,7 @@ def test_the_trap_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("of_1x", [False, True], ids=["ours", "1.x"])
 @pytest.mark.parametrize("safe_serialization", [True, False])
 def test_a_pickle_that_executes_something_is_refused_in_every_file(
-    writer: Callable[[Evil, Path], None], of_1x: bool, safe_serialization: bool, tmp_path: Path
+    writer: Callable[[Malicious, Path], None], of_1x: bool, safe_serialization: bool, tmp_path: Path
 ) -> None:
     run = StampedRun()
     run.stamp(1)
@@ -133,7 +133,7 @@ def test_a_pickle_that_executes_something_is_refused_in_every_file(
     assert len(files) == (6 if of_1x else 8)
     for file in files:
         shutil.copytree(tmp_path / "whole", tmp_path / "evil")
-        writer(Evil(tmp_path / "marker"), tmp_path / "evil" / file)
+        writer(Malicious(tmp_path / "marker"), tmp_path / "evil" / file)
         if not of_1x and file != COMMIT_FILE:
             forge_record(tmp_path / "evil", file)
         with pytest.raises(CheckpointError, match=file):
@@ -145,7 +145,7 @@ def test_a_pickle_that_executes_something_is_refused_in_every_file(
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_a_model_that_executes_something_is_refused(file: str, tmp_path: Path) -> None:
-    as_torch_writes(Evil(tmp_path / "marker"), tmp_path / file)
+    as_torch_writes(Malicious(tmp_path / "marker"), tmp_path / file)
     with pytest.raises(Exception, match=r"more than data \((posix|nt)|Error while deserializing|HeaderToo|header"):
         load_checkpoint_in_model(torch.nn.Linear(1, 1), tmp_path)
     assert not (tmp_path / "marker").exists()
@@ -167,15 +167,15 @@ class Queue(Notes):
         return {"queue": deque([1]), "stamp": 1}
 
 
-def test_what_will_not_be_loaded_is_told_when_it_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_warns_of_what_a_load_will_refuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = StampedRun()
     run.accelerator.register_for_checkpointing(Queue())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.accelerator.save_state(tmp_path / "ckpt")
         run.accelerator.save_state(tmp_path / "ckpt")
-    (told,) = [record.getMessage() for record in caplog.records if "will refuse" in record.getMessage()]
-    assert told.startswith("custom_checkpoint_1.pkl holds collections.deque")
+    (message,) = [record.getMessage() for record in caplog.records if "will refuse" in record.getMessage()]
+    assert message.startswith("custom_checkpoint_1.pkl holds collections.deque")
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_1\.pkl is not loaded"):
         run.accelerator.load_state(tmp_path / "ckpt")
     run.accelerator.load_state(tmp_path / "ckpt", {"weights_only": False})

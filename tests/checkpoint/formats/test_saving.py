@@ -99,7 +99,7 @@ def test_tied_weights_are_stored_once_and_the_model_ties_them_again(tmp_path: Pa
     assert torch.equal(restored.head.weight, model.head.weight)
 
 
-def test_names_that_are_left_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_names_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     PartialState(cpu=True)
     weight = torch.ones(2)
     save({"a": weight, "b": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)

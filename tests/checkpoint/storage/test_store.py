@@ -71,7 +71,7 @@ def test_what_else_was_there_is_rescued_after_a_kill(tmp_path: Path) -> None:
     (draft / COMMIT_FILE).write_text(record_of().to_json())
     store.recover("out")
     assert names(tmp_path) == ["out", "out.replaced-00000000"]
-    store.settle("out")
+    store.clean_up("out")
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == [COMMIT_FILE, "results.txt"]
 
@@ -80,7 +80,7 @@ def test_what_was_to_be_replaced_comes_back_if_there_is_nothing_new(tmp_path: Pa
     store = LocalStore(tmp_path)
     commit(store, "a", "old")
     (tmp_path / "a").rename(tmp_path / "a.replaced-00000000")
-    store.settle("a")
+    store.clean_up("a")
     assert names(tmp_path) == ["a"]
 
 
@@ -141,9 +141,9 @@ def test_settling_touches_one_name_only(tmp_path: Path) -> None:
     others = ["b.partial-00000000", "a.partial-notanid", "checkpoint_1.partial-00000000", "a.b.removed-00000000"]
     for name in mine + others:
         (tmp_path / name).mkdir()
-    store.settle("a")
+    store.clean_up("a")
     assert names(tmp_path) == sorted(others)
-    store.settle(None)
+    store.clean_up(None)
     assert "checkpoint_1.partial-00000000" not in names(tmp_path)
     assert "b.partial-00000000" in names(tmp_path)
 

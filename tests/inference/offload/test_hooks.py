@@ -115,7 +115,7 @@ def test_a_traced_module_follows_its_graph_under_a_hook_and_after_it() -> None:
     assert traced(torch.ones(1)) == 100
 
 
-def test_offloaded_weights_come_for_forward_only() -> None:
+def test_offloaded_weights_are_loaded_for_forward_only() -> None:
     layers, x = model(), torch.randn(2, 3)
     expected = layers(x)
     attach_align_device_hook(layers, execution_device="cpu", offload=True)
@@ -134,7 +134,7 @@ def test_offloaded_weights_come_for_forward_only() -> None:
     assert not layers[0].weight.any()
 
 
-def test_weights_are_put_away_after_an_error() -> None:
+def test_weights_are_offloaded_after_an_error() -> None:
     layers = model()
     attach_align_device_hook(layers, execution_device="cpu", offload=True)
     with pytest.raises(RuntimeError):
@@ -173,7 +173,7 @@ class Skipping(nn.Module):
 
 
 @on_a_pretend_accelerator
-def test_inputs_come_to_the_device_and_outputs_go_back_on_a_pretend_accelerator() -> None:
+def test_inputs_move_to_the_device_and_outputs_back_on_a_pretend_accelerator() -> None:
     module = Skipping()
     add_hook_to_module(module, AlignDevicesHook(1, io_same_device=True, place_submodules=True, skip_keys="cache"))
     assert str(module.layer.weight.device) == "gpu:1"

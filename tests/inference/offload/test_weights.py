@@ -1,4 +1,4 @@
-"""Weights in files: the published format, safetensors in place, and memory that is given back."""
+"""Weights in files: the published format, safetensors in place, and release of mapped memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.inference.offload import mapping
-from accelerate.inference.offload.mapping import bring, is_mapped, let_go
+from accelerate.inference.offload.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.inference.offload.weights import SafetensorsFile, TensorFile
 from accelerate.utils import (
     OffloadedWeightsLoader,
@@ -59,10 +59,10 @@ def test_a_mapped_weight_can_be_written_to_and_its_file_replaced(tmp_path: Path)
     assert torch.equal(load_offloaded_weight(tmp_path / "w.dat", index["w"]), torch.ones(4)), "the file is as it was"
     still = load_offloaded_weight(tmp_path / "w.dat", index["w"])
     offload_weight(torch.zeros(4), "w", tmp_path, index)
-    assert torch.equal(still, torch.ones(4)), "whoever reads the old file goes on reading it"
+    assert torch.equal(still, torch.ones(4)), "a mapping of the old file stays valid"
 
 
-def test_weights_come_from_memory_a_folder_or_safetensors(tmp_path: Path) -> None:
+def test_weights_are_read_from_memory_a_folder_or_safetensors(tmp_path: Path) -> None:
     offload_state_dict(tmp_path / "folder", {"a": torch.ones(2)})
     save_file({"stored": torch.full((2,), 3.0), "odd": torch.ones(3, dtype=torch.uint8)}, tmp_path / "x.safetensors")
     index = {
@@ -98,11 +98,11 @@ def test_pages_are_brought_and_given_back_with_their_values(
     save_file({"w": torch.arange(100_000.0), "v": torch.ones(10)}, tmp_path / "x.safetensors")
     view = SafetensorsFile(tmp_path / "x.safetensors").view("w")
     for _ in range(2):
-        bring(view)
+        prefetch_pages(view)
         assert float(view.double().sum()) == 99_999 * 50_000
-        let_go(view)
+        release_pages(view)
     plain = torch.ones(100_000)
-    let_go(plain)
+    release_pages(plain)
     assert float(plain.sum()) == 100_000, "memory that is not mapped is left alone"
 
 
@@ -130,7 +130,7 @@ def test_old_files_of_torch_are_read(tmp_path: Path) -> None:
     assert torch.equal(TensorFile.open(tmp_path / "old.bin").view("w"), torch.ones(2))
 
 
-def test_damaged_files_are_told(tmp_path: Path) -> None:
+def test_damaged_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.ones(1000)}, path)
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Device maps: which part goes where, and what is said when that cannot be."""
+"""Device maps: the place of each part, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_ten_thousand_modules_take_no_time() -> None:
     assert min(took) <= 1.0, took
 
 
-def test_what_cannot_be_placed_is_told_with_numbers() -> None:
+def test_a_model_that_does_not_fit_is_reported_with_sizes() -> None:
     with pytest.raises(ValueError, match=r"disk: 100 B\): it takes 236 B, and its largest part .* linear2, 100 B"):
         infer_auto_device_map(Small(), {0: 0, "cpu": 0, "disk": 100})
     with pytest.warns(UserWarning, match=r"largest layer takes 140 B.*\(cpu: 50 B\).*at least 140 B"):
@@ -156,7 +156,7 @@ def test_budgets() -> None:
 
 
 @on_a_pretend_accelerator
-def test_budgets_of_devices_that_do_not_tell_on_a_pretend_accelerator() -> None:
+def test_budgets_of_devices_without_memory_info_on_a_pretend_accelerator() -> None:
     assert list(get_max_memory()) == ["cpu"]
 
 

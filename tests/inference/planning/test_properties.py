@@ -112,7 +112,7 @@ def test_a_dispatched_model_computes_the_same_within_its_budgets_on_a_pretend_ac
                     for _ in range(3):  # the first forward pass learns the order
                         torch.testing.assert_close(model(inputs), expected)
                 remove_hook_from_submodules(model)
-        assert not any(tensor.is_meta for _, tensor in named_tensors(model)), "what was away is back"
+        assert not any(tensor.is_meta for _, tensor in named_tensors(model)), "offloaded weights are loaded"
 
     check()
 

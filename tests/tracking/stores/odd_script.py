@@ -26,15 +26,15 @@ RECORDS: list[dict[str, Any]] = [
 
 
 class Warnings(logging.Handler):
-    """Keeps what is said."""
+    """Collect log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a message."""
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def main(names: list[str]) -> None:
@@ -66,7 +66,7 @@ def main(names: list[str]) -> None:
     if "clearml" in names:
         task.get_logger().report_scalar("after", "after", 1, 1)
         task.close()
-    Path("warnings.json").write_text(json.dumps(warnings.said))
+    Path("warnings.json").write_text(json.dumps(warnings.messages))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The one way in which state becomes a checkpoint and back. See [Note: commit] in layout.py."""
+"""Save state to a checkpoint and load it. See [Note: commit] in layout.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 from ..formats import codec
 from ..formats.saving import flush
-from ..group import Crew
+from ..group import CheckpointGroup
 from ..layout import (
     COMMIT_FILE,
     PROGRESS_FILE,
@@ -34,8 +34,8 @@ from ..parts.states import Part
 from ..storage.store import Store
 
 logger = logging.getLogger(__name__)
-_told: set[str] = set()
-_LITTLE = 1 << 16
+_warned_files: set[str] = set()
+_NEARLY_FULL = 1 << 16
 
 
 class CheckpointError(RuntimeError):
@@ -48,34 +48,34 @@ class CheckpointError(RuntimeError):
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """What a load found and did. It is always true, so that `if accelerator.resume():` means what it says."""
+    """The result of a load. It is always true, so that `if accelerator.resume():` works."""
 
     path: str
     step: int | None = None
-    """How often the optimizers had stepped; None for checkpoints that do not say, as those of accelerate 1.x."""
+    """The number of optimizer steps; None for checkpoints without it, such as those of accelerate 1.x."""
     missing: list[str] = field(default_factory=list)
-    """What is prepared here and is not in the checkpoint."""
+    """Objects that are prepared here and not in the checkpoint."""
     extra: list[str] = field(default_factory=list)
-    """What is in the checkpoint and is not prepared here."""
+    """Objects that are in the checkpoint and not prepared here."""
     changes: list[str] = field(default_factory=list)
-    """What differs from the run that saved it, and what was derived anew."""
+    """Differences from the run that saved it, and state that was derived anew."""
 
     @property
     def differences(self) -> list[str]:
-        """Return what is missing, extra or changed, a sentence each; nothing after a load in which all fits."""
+        """Return what is missing, extra or changed, one sentence each; empty if everything matches."""
         missing = [f"missing in {self.path}: {item}" for item in self.missing]
         extra = [f"in {self.path}, but not prepared here: {item}" for item in self.extra]
         return [*missing, *extra, *self.changes]
 
     def __str__(self) -> str:
-        """Name the checkpoint and the step, and below them the differences."""
+        """Return the checkpoint and the step, followed by the differences."""
         step = "" if self.step is None else f" (step {self.step})"
         return "\n".join([f"Loaded {self.path}{step}", *self.differences])
 
 
 @dataclass(kw_only=True)
 class Draft:
-    """A checkpoint on its way: its folder exists, its states are captured, nothing is committed."""
+    """A checkpoint that is not committed: its folder exists and its states are captured."""
 
     store: Store
     name: str
@@ -85,49 +85,49 @@ class Draft:
     step: int
     iteration: int | None
     save: str = ""
-    """Where the run is, for ranks that add to it; empty where all ranks make it together."""
+    """The position of the run, for ranks that add to it; empty if all ranks make it."""
     states: dict[str, Any] = field(default_factory=dict)
-    """What was captured already, because all processes had to or because training goes on."""
+    """States that are captured already, because capturing is collective or because training continues."""
 
     @property
     def path(self) -> str:
-        """Where it will be."""
+        """The path of the committed checkpoint."""
         return str(self.store.path(self.name))
 
     def state_of(self, part: Part) -> Any:
-        """Return a part's state: what was captured, else what is live."""
+        """Return the state of a part: the captured one, or else the live one."""
         if part.name in self.states:
             return self.states[part.name]
-        with naming(part, "could not be captured"):
+        with part_errors(part, "could not be captured"):
             return part.capture()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A checkpoint whose files are within reach."""
+    """A checkpoint whose files are on a local disk."""
 
     path: str
     folder: Path
     record: CommitRecord | None
-    """None for one of accelerate 1.x."""
+    """None for a checkpoint of accelerate 1.x."""
 
     @property
     def num_processes(self) -> int:
-        """Return how many processes saved it; accelerate 1.x leaves one file of generators for each."""
+        """Return the number of processes that saved it; accelerate 1.x writes one file of generators for each."""
         if self.record is not None:
             return self.record.num_processes
         return sum((self.folder / random_states_file(rank)).is_file() for rank in range(len(self.files())))
 
     def has(self, file: str) -> bool:
-        """Tell whether a file is part of the checkpoint, and not what an unfinished save has left."""
+        """Tell whether a file is part of the checkpoint, and not the rest of an unfinished save."""
         return file in self.record.files if self.record is not None else (self.folder / file).is_file()
 
     def files(self) -> list[str]:
         """Return the names of the files in its folder."""
         return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
-    def beyond(self, parts: Sequence[Part]) -> list[str]:
-        """List what it holds and these parts do not take."""
+    def unmatched(self, parts: Sequence[Part]) -> list[str]:
+        """Return the contents that do not belong to any of the parts."""
         if self.record is not None:
             known = {part.name for part in parts}
             return [f"{part} ({file})" for part, file in self.record.parts.items() if part not in known]
@@ -136,41 +136,41 @@ class Fetched:
 
 
 class CheckpointEngine:
-    """Save parts to a store and load them from it, together with the other processes."""
+    """Save parts to a store and load them from it, in consensus with the other ranks."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
+    def __init__(self, group: CheckpointGroup) -> None:
+        self.group = group
 
     def open(self, store: Store, name: str, *, step: int, iteration: int | None, save: str = "") -> Draft:
-        """Make the folder in which a checkpoint will be written."""
-        token, folder = self.crew.from_leader(uuid.uuid4().hex[:8]), Path()
-        with self.together(f"checkpoint {store.path(name)} was not made"):
-            if self.crew.leads:
-                store.settle(name if iteration is None else None)
-        with self.together(f"checkpoint {store.path(name)} was not made"):
+        """Create the folder into which a checkpoint is written."""
+        token, folder = self.group.broadcast(uuid.uuid4().hex[:8]), Path()
+        with self.consensus(f"checkpoint {store.path(name)} was not made"):
+            if self.group.is_coordinator:
+                store.clean_up(name if iteration is None else None)
+        with self.consensus(f"checkpoint {store.path(name)} was not made"):
             folder = store.draft(name, token)
         return Draft(store=store, name=name, token=token, folder=folder, step=step, iteration=iteration, save=save)
 
     def written_here(self, parts: Sequence[Part]) -> list[Part]:
-        """Return the parts that this process writes."""
-        return [part for part in parts if part.per_rank or self.crew.leads]
+        """Return the parts that this rank writes."""
+        return [part for part in parts if part.per_rank or self.group.is_coordinator]
 
     def finish(self, draft: Draft, before_commit: Callable[[], None] = lambda: None) -> None:
-        """Write and commit, or raise the same error on every process and leave nothing behind."""
+        """Write and commit, or raise the same error on every rank and delete the draft."""
         facts: dict[str, FileFacts] = {}
-        with self.together(f"checkpoint {draft.path} was not made", draft):
-            facts = write_parts(draft, self.written_here(draft.parts), self.crew)
+        with self.consensus(f"checkpoint {draft.path} was not made", draft):
+            facts = write_parts(draft, self.written_here(draft.parts), self.group)
             if not draft.store.is_shared:
                 facts = all_files(draft.folder, facts)
             draft.store.publish(draft.folder, draft.name, draft.token)
         before_commit()
-        announced = {file: fact for files in self.crew.gather(facts) for file, fact in files.items()}
-        with self.together(f"checkpoint {draft.path} was not committed", draft):
-            if self.crew.leads:
+        written = {file: fact for files in self.group.gather(facts) for file, fact in files.items()}
+        with self.consensus(f"checkpoint {draft.path} was not committed", draft):
+            if self.group.is_coordinator:
                 record = CommitRecord(
-                    num_processes=self.crew.num_processes,
+                    num_processes=self.group.num_processes,
                     parts={part.name: part.file for part in draft.parts},
-                    files=self._files(draft, announced),
+                    files=self._all_file_facts(draft, written),
                     token=draft.token,
                     save=draft.save,
                     step=draft.step,
@@ -185,13 +185,13 @@ class CheckpointEngine:
         if not draft.store.is_shared:
             draft.store.discard(draft.folder)
 
-    def _files(self, draft: Draft, announced: dict[str, FileFacts]) -> dict[str, FileFacts]:
-        """Return the facts of every file, those that hooks wrote too."""
+    def _all_file_facts(self, draft: Draft, written: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        """Return the facts of every file, including those that hooks wrote."""
         if not draft.store.is_shared:
-            return announced
-        files = all_files(draft.folder, announced)
-        unseen = sorted(announced.keys() - files.keys())
-        if unseen and not self.crew.on_each_node:
+            return written
+        files = all_files(draft.folder, written)
+        unseen = sorted(written.keys() - files.keys())
+        if unseen and not self.group.on_each_node:
             raise FileNotFoundError(
                 f"{', '.join(unseen[:4])} was written by another process but is not in {draft.folder} as the main "
                 "process sees it. Save to a folder that all machines share, or use "
@@ -201,10 +201,10 @@ class CheckpointEngine:
 
     @contextmanager
     def fetched(self, store: Store, name: str, wanted: Callable[[str], bool], verify: str) -> Iterator[Fetched]:
-        """Bring a checkpoint's files within reach, and check them."""
+        """Fetch the files of a checkpoint, and verify them."""
         folder, record = Path(), None
-        with self.together(f"{store.path(name)} was not loaded"):
-            folder = store.fetch(name, wanted, self.crew.rank)
+        with self.consensus(f"{store.path(name)} was not loaded"):
+            folder = store.fetch(name, wanted, self.group.rank)
             record = self._verified(folder, verify, store.is_shared)
         try:
             yield Fetched(path=str(store.path(name)), folder=folder, record=record)
@@ -220,10 +220,10 @@ class CheckpointEngine:
         load_options: dict[str, Any],
         optional: Sequence[str] = (),
     ) -> LoadReport:
-        """Read everything, object to what does not fit, and only then restore."""
+        """Read all parts, raise if any does not match, and only then restore."""
         report = LoadReport(path=source.path)
         states: dict[str, Any] = {}
-        with self.together(f"{source.path} was not loaded"):
+        with self.consensus(f"{source.path} was not loaded"):
             objections: list[str] = []
             for part in parts:
                 path = source.folder / part.file
@@ -231,21 +231,21 @@ class CheckpointEngine:
                     if part.name not in optional:
                         report.missing.append(f"{part.name} ({part.file})")
                     continue
-                with naming(part, "cannot be read"):
-                    states[part.name] = part.read(path, self.crew, **load_options)
+                with part_errors(part, "cannot be read"):
+                    states[part.name] = part.read(path, self.group, **load_options)
                     objection = part.objection(states[part.name])
                 if objection is not None:
                     objections.append(f"{part.name}: {objection}")
-            report.extra = source.beyond(parts)
+            report.extra = source.unmatched(parts)
             if objections:
                 raise ValueError("; ".join(objections))
             if strict and (report.missing or report.extra):
                 listing = "\n".join(report.differences)
                 raise ValueError(f"it does not match the prepared objects.\n{listing}\nstrict=False loads the rest")
-        with self.together(f"{source.path} was loaded in part"):
+        with self.consensus(f"{source.path} was loaded in part"):
             for part in parts:
                 if part.name in states:
-                    with naming(part, "could not be restored"):
+                    with part_errors(part, "could not be restored"):
                         part.restore(states.pop(part.name))
         return report
 
@@ -258,25 +258,25 @@ class CheckpointEngine:
                 raise FileNotFoundError(f"{COMMIT_FILE} is missing")
             return None  # accelerate 1.x
         record = CommitRecord.from_json(record_file.read_text(encoding="utf-8", errors="replace"))
-        added = self._added_here(folder, record)
+        added = self._supplement_of_this_rank(folder, record)
         for file, facts in {**record.files, **added}.items():
             path = folder / file
             if not path.is_file():
-                if not all_files_are_here:  # another rank's, which was not downloaded
+                if not all_files_are_here:  # a file of another rank, which was not downloaded
                     continue
                 raise FileNotFoundError(f"{file} is missing")
             if path.stat().st_size != facts.size:
                 raise ValueError(f"{file} has {path.stat().st_size} bytes instead of {facts.size}: it is damaged")
         if verify == "hash":
-            # Every byte is read; processes that see the same files share them.
+            # Every byte is read; ranks that see the same files divide the work.
             common = sorted(record.files)
-            mine = common[self.crew.rank :: self.crew.world_size] if all_files_are_here else common
+            mine = common[self.group.rank :: self.group.world_size] if all_files_are_here else common
             _check_contents(folder, {**{file: record.files[file] for file in mine}, **added})
         return replace(record, files={**record.files, **added})
 
-    def _added_here(self, folder: Path, record: CommitRecord) -> Mapping[str, FileFacts]:
-        """Return the files that this rank added to this very checkpoint. See [Note: who commits] in supplements.py."""
-        path = folder / supplement_file(self.crew.rank)
+    def _supplement_of_this_rank(self, folder: Path, record: CommitRecord) -> Mapping[str, FileFacts]:
+        """Return the files that this rank added to this checkpoint. See [Note: who commits] in supplements.py."""
+        path = folder / supplement_file(self.group.rank)
         if not path.is_file():
             return {}
         try:
@@ -285,16 +285,16 @@ class CheckpointEngine:
             raise ValueError(str(error).replace(COMMIT_FILE, path.name)) from error
         return added.files if added.token == record.token else {}
 
-    def together(self, what: str, draft: Draft | None = None) -> _Together:
-        """Return a block that every process passes, or none."""
-        return _Together(self.crew, what, draft)
+    def consensus(self, what: str, draft: Draft | None = None) -> _Consensus:
+        """Return a block that succeeds on all ranks or raises the same error on all of them."""
+        return _Consensus(self.group, what, draft)
 
 
-class _Together:
-    """A block that every process passes, or none: one that fails is named by all."""
+class _Consensus:
+    """A block that succeeds on all ranks or raises on all of them, with the first failed rank in the message."""
 
-    def __init__(self, crew: Crew, what: str, draft: Draft | None) -> None:
-        self.crew, self.what, self.draft = crew, what, draft
+    def __init__(self, group: CheckpointGroup, what: str, draft: Draft | None) -> None:
+        self.group, self.what, self.draft = group, what, draft
 
     def __enter__(self) -> None:
         pass
@@ -302,16 +302,16 @@ class _Together:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        said = None if error is None else f"{_named(error)}"
-        failures = {rank: text for rank, text in enumerate(self.crew.gather(said)) if text is not None}
+        message = None if error is None else f"{_describe(error)}"
+        failures = {rank: text for rank, text in enumerate(self.group.gather(message)) if text is not None}
         if not failures:
             return
-        if self.draft is not None and (self.crew.leads or not self.draft.store.is_shared):
+        if self.draft is not None and (self.group.is_coordinator or not self.draft.store.is_shared):
             self.draft.store.discard(self.draft.folder)
         rank, text = next(iter(failures.items()))
         others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        rank = rank if self.crew.world_size > 1 else self.crew.rank
-        where = f"rank {rank}{others}: " if self.crew.num_processes > 1 else ""
+        rank = rank if self.group.world_size > 1 else self.group.rank
+        where = f"rank {rank}{others}: " if self.group.num_processes > 1 else ""
         kept = " Earlier checkpoints are untouched." if self.draft is not None else ""
         raise CheckpointError(f"{self.what}: {where}{text}.{kept}") from error
 
@@ -324,19 +324,19 @@ def _check_contents(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 
 @contextmanager
-def naming(part: Part, what: str, folder: Path | None = None) -> Iterator[None]:
-    """Say which part and file an error is about; torch's own do not say that a disk is full."""
+def part_errors(part: Part, what: str, folder: Path | None = None) -> Iterator[None]:
+    """Add the part and the file to an error, and report a full disk, which errors of torch do not mention."""
     try:
         yield
     except Exception as error:
         if isinstance(error, codec.UnsafeFileError):
             raise
-        is_full = folder is not None and shutil.disk_usage(folder).free < _LITTLE
-        reason = os.strerror(errno.ENOSPC) if is_full else _named(error)
+        is_full = folder is not None and shutil.disk_usage(folder).free < _NEARLY_FULL
+        reason = os.strerror(errno.ENOSPC) if is_full else _describe(error)
         raise ValueError(f"{part.name} ({part.file}) {what}: {reason}") from error
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return (
@@ -346,21 +346,21 @@ def _named(error: Exception) -> str:
     )
 
 
-def write_parts(draft: Draft, parts: Sequence[Part], crew: Crew) -> dict[str, FileFacts]:
-    """Write parts one after another; one is flushed and checked while the next is written.
+def write_parts(draft: Draft, parts: Sequence[Part], group: CheckpointGroup) -> dict[str, FileFacts]:
+    """Write parts one after another; each is flushed and checksummed while the next is written.
 
-    The last ones are written first: optimizers are larger than models, and what comes last has nothing to hide behind.
+    The order is reversed, because optimizers are larger than models and the work on the last part is not overlapped.
     """
     with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(codec.THREADS) as checkers:
         pending: dict[Path, tuple[Future[None], Future[FileFacts]]] = {}
-        # Folders first: all processes write them together, so none may have failed before.
+        # Folders first: writing them is collective, so no rank may have failed before.
         for part in [*(part for part in parts if part.is_folder), *(p for p in reversed(parts) if not p.is_folder)]:
             path = draft.folder / part.file
             state = draft.state_of(part)
-            with naming(part, "could not be written", draft.folder):
-                part.write(state, path, crew)
-                _tell_strangers(part, path)
-            for file in part.written_here(path, crew):
+            with part_errors(part, "could not be written", draft.folder):
+                part.write(state, path, group)
+                _warn_of_unsafe_globals(part, path)
+            for file in part.written_here(path, group):
                 pending[file] = (pool.submit(flush, file), pool.submit(codec.facts_of, file, checkers))
         facts: dict[str, FileFacts] = {}
         for file, (flushed, checked) in pending.items():
@@ -369,24 +369,24 @@ def write_parts(draft: Draft, parts: Sequence[Part], crew: Crew) -> dict[str, Fi
     return facts
 
 
-def _tell_strangers(part: Part, path: Path) -> None:
-    """Warn of what can be saved and will not be loaded, while there is still time to do something about it."""
-    if not part.is_users_own:
+def _warn_of_unsafe_globals(part: Part, path: Path) -> None:
+    """Warn of classes that can be saved and that a load will refuse."""
+    if not part.is_user_state:
         return
-    strangers = codec.strangers_in(path)
-    if strangers and part.file not in _told:
-        _told.add(part.file)
+    unsafe = codec.unsafe_globals_in(path)
+    if unsafe and part.file not in _warned_files:
+        _warned_files.add(part.file)
         logger.warning(
             "%s holds %s: load_state will refuse it, because loading classes can execute code. Let state_dict() return "
             "tensors, numbers, text, lists and dicts, or allow the class before loading: "
             "torch.serialization.add_safe_globals([...]).",
             part.file,
-            ", ".join(strangers),
+            ", ".join(unsafe),
         )
 
 
 def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]:
-    """Return the facts of every file in a folder, finding out those that are not known."""
+    """Return the facts of every file in a folder; those that are not known are computed."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     found = {file: path for file, path in found.items() if file != COMMIT_FILE and ".partial-" not in path.name}
     with ThreadPoolExecutor(codec.THREADS) as checkers:

@@ -1,4 +1,4 @@
-"""Copies for a save in the background: in the host's memory, one set, used again for every save."""
+"""Staging buffers for a save in the background: one set in host memory, reused for every save."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from torch import Tensor
 from ...parallel.modules.dtensors import dtensor_like, local
 from ...runtime.collectives.nested import leaves
 from ..formats.codec import THREADS
-from ..formats.saving import memory_of
+from ..formats.saving import storage_key
 
 
 class Staging:
-    """Memory that training does not touch. It holds one checkpoint, so at most one save is on its way."""
+    """Copies of tensors that training does not modify. They hold one checkpoint, so at most one save is pending."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, list[Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Return how much memory is held."""
+        """Return the size of the buffers."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
     def copy(self, name: str, state: Any) -> Any:
-        """Copy the tensors of a state; memory that is used again need not be asked for, which is most of the time."""
+        """Copy the tensors of a state to the buffers. Reusing buffers avoids allocation, most of the cost of a copy."""
         old: list[Tensor] = self._buffers.get(name, [])
         new: list[Tensor] = []
         sources: list[Tensor] = []
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
-            place = memory_of(tensor)
-            if tensor.numel() and place in copies:  # tied weights stay tied
-                return copies[place]
+            key = storage_key(tensor)
+            if tensor.numel() and key in copies:  # tied weights stay tied
+                return copies[key]
             source = local(tensor.detach())
             buffer = old[len(new)] if len(new) < len(old) else None
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
                 buffer = torch.empty(source.shape, dtype=source.dtype)
             new.append(buffer)
             sources.append(source)
-            copies[place] = dtensor_like(tensor, buffer)
-            return copies[place]
+            copies[key] = dtensor_like(tensor, buffer)
+            return copies[key]
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
-        staged = deepcopy(state, copies_of)  # arrays and lists go on changing too
-        with ThreadPoolExecutor(THREADS) as pool:  # one thread does not use up the memory's speed
+        staged = deepcopy(state, copies_of)  # arrays and lists are modified by training too
+        with ThreadPoolExecutor(THREADS) as pool:  # one thread does not saturate the memory bandwidth
             list(pool.map(Tensor.copy_, new, sources))
         self._buffers[name] = new
         return staged
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self._buffers.clear()

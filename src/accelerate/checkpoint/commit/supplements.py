@@ -1,16 +1,16 @@
-"""Saves that need one rank only, and what the other ranks add to them.
+"""Saves that need one rank only, and the files that other ranks add to them.
 
-[Note: who commits] Where every rank holds the whole model, one rank can save it alone, and scripts do: they call
-`save_state` under `is_main_process`. So the coordinator, rank 0 or the first rank of a host, waits for nobody. It
-announces the save at the store, writes what all ranks have in common and its own generators, and commits. A rank that
-calls `save_state` in time writes its files into the draft, and the coordinator commits them with its own: it gives the
-others a moment to come, as many as came to its last save, at first all. A rank that comes later waits for the commit
-and then adds its files to it; `commit_<rank>.json`, written last, makes them part of the checkpoint. A load derives the
-generators of a rank that has added none.
+[Note: who commits] If every rank holds the whole model, one rank can save it, and scripts rely on that: they call
+`save_state` under `is_main_process`. So the coordinator, rank 0 or the first rank of a host, waits for no other rank
+indefinitely. It announces the save in the store of the process group, writes the files that all ranks have in common
+and its own generators, and commits. A rank that calls `save_state` in time writes its files into the draft, and the
+coordinator commits them with its own. For that it waits briefly for as many ranks as joined its last save, at first for
+all. A rank that calls later waits for the commit and then adds its files; `commit_<rank>.json`, written last, makes
+them part of the checkpoint. A load derives the generators of a rank that has added none.
 
-A rank finds the announcement of its own call by the target and by where the run is: the micro-batch, the epochs of the
-loaders, the batches of those in the middle of one, and how often a save was called there. These are the same on every
-rank, also where one has fewer batches in an epoch than another.
+A rank finds the announcement of its call by the target and by the position of the run: the micro-batch, the epochs of
+the loaders, the batches of those in the middle of one, and the number of saves at this position. These are the same on
+every rank, even if one has fewer batches in an epoch than another.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..group import LostProcessError
 from ..layout import CommitRecord, iteration_of
 from ..parts.states import Part
 from ..storage.store import Store
-from .engine import CheckpointEngine, CheckpointError, all_files, naming
+from .engine import CheckpointEngine, CheckpointError, all_files, part_errors
 
-SECONDS_TO_COME, SECONDS_TO_ADD = 2.0, 30.0
-"""How long the coordinator waits for ranks that came to the last save, and for those that have come."""
+SECONDS_TO_JOIN, SECONDS_TO_ADD = 2.0, 30.0
+"""How long the coordinator waits for ranks to join a save, and for the files of those that joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A checkpoint that the coordinator writes."""
+    """A checkpoint that the coordinator has opened."""
 
     name: str
     token: str
@@ -47,7 +47,7 @@ class Opened:
 
 
 class Announcements:
-    """What the coordinator of a save tells the ranks that come to it, through the process group's store."""
+    """Messages of the coordinator to the ranks that join a save, through the store of the process group."""
 
     def __init__(self, runtime: Runtime, *, on_each_node: bool) -> None:
         self.runtime = runtime
@@ -55,28 +55,28 @@ class Announcements:
         self.is_coordinator = runtime.process_index == self.coordinator
 
     def next_save(self, target: str | None, micro_batch: int, loaders: Sequence[Any]) -> str:
-        """Name the save that begins now, the same on every rank."""
-        place = "/".join([target or "automatic", str(micro_batch), *map(_place_of, loaders)])
-        self.runtime.saves[place] += 1
-        return f"{place}/{self.runtime.saves[place]}"
+        """Return the key of the save that begins now, the same on every rank."""
+        position = "/".join([target or "automatic", str(micro_batch), *map(_position_of, loaders)])
+        self.runtime.saves[position] += 1
+        return f"{position}/{self.runtime.saves[position]}"
 
-    def tell_opened(self, save: str, opened: Opened) -> None:
+    def announce_opened(self, save: str, opened: Opened) -> None:
         """Announce that a save has begun."""
-        self._tell(save, "opened", asdict(opened))
+        self._announce(save, "opened", asdict(opened))
 
-    def tell_committed(self, save: str) -> None:
+    def announce_committed(self, save: str) -> None:
         """Announce that a save is committed."""
-        self._tell(save, "committed", {})
+        self._announce(save, "committed", {})
 
     def wait_for_files(self, save: str) -> None:
-        """Wait until the ranks that come to a save have written their files, before it is committed."""
+        """Wait, before the commit, until the ranks that joined a save have written their files."""
         if self.runtime.num_processes > 1:
             with suppress(dist.DistError):
-                self._wait_for_count(save, "came", self.runtime.num_savers, SECONDS_TO_COME)
-                came = self.runtime.num_savers = self._count(save, "came")
-                self._wait_for_count(save, "added", came, SECONDS_TO_ADD)
+                self._wait_for_count(save, "joined", self.runtime.num_savers, SECONDS_TO_JOIN)
+                joined = self.runtime.num_savers = self._count(save, "joined")
+                self._wait_for_count(save, "added", joined, SECONDS_TO_ADD)
 
-    def tell_added(self, save: str) -> None:
+    def announce_added(self, save: str) -> None:
         """Announce that this rank has written its files, or will not."""
         with suppress(dist.DistError):
             self._count(save, "added", 1)
@@ -90,47 +90,51 @@ class Announcements:
         return int(self._store.add(f"{self.coordinator}/{save}/{what}", more))
 
     @contextmanager
-    def telling_failure(self, save: str) -> Iterator[None]:
-        """Announce why the block fails, if it does, so that nobody waits for this save."""
+    def announcing_failure(self, save: str) -> Iterator[None]:
+        """Announce the error of the block, if it fails, so that no rank waits for this save."""
         try:
             yield
         except BaseException as error:
             for what in ("opened", "committed"):
-                self._tell(save, what, {"error": f"{error}"})
+                self._announce(save, what, {"error": f"{error}"})
             raise
 
     def wait_until_opened(self, save: str, store: Store, name: str | None) -> Opened:
-        """Wait until the coordinator has come to this save. One that has left has left its commit on the disk."""
+        """Wait until the coordinator has opened this save. If it has exited, look for its commit in the store."""
         try:
-            self._count(save, "came", 1)
-            return Opened(**self._heard(save, "opened"))
+            self._count(save, "joined", 1)
+            return Opened(**self._await_announcement(save, "opened"))
         except dist.DistError as error:
-            until = time.monotonic() + SECONDS_TO_COME  # the launcher may have kept the store, and be gone
+            until = (
+                time.monotonic() + SECONDS_TO_JOIN
+            )  # the process that hosted the process group's store may be the one that exited
             while time.monotonic() < until:
                 for found in reversed(store.found()):
                     if found.record is not None and found.record.save == save and name in (None, found.name):
                         return Opened(name=found.name, token=found.record.token, iteration=iteration_of(found.name))
                 time.sleep(0.02)
-            raise _lost() from error
+            raise _lost_coordinator() from error
 
     def wait_until_committed(self, save: str, store: Store, opened: Opened) -> None:
         """Wait until the coordinator has committed this save."""
         try:
-            self._heard(save, "committed")
+            self._await_announcement(save, "committed")
         except dist.DistError as error:
             records = [found.record for found in store.found() if found.name == opened.name]
             if not any(record is not None and record.token == opened.token for record in records):
-                raise _lost() from error
+                raise _lost_coordinator() from error
 
-    def _tell(self, save: str, what: str, note: dict[str, Any]) -> None:
+    def _announce(self, save: str, what: str, message: dict[str, Any]) -> None:
         if self.runtime.num_processes > 1:
-            self._store.set(f"{self.coordinator}/{save}/{what}", json.dumps(note))
+            self._store.set(f"{self.coordinator}/{save}/{what}", json.dumps(message))
 
-    def _heard(self, save: str, what: str) -> dict[str, Any]:
-        note: dict[str, Any] = json.loads(self.runtime.wait_for_key(self._store, f"{self.coordinator}/{save}/{what}"))
-        if "error" in note:
-            raise CheckpointError(note["error"])
-        return note
+    def _await_announcement(self, save: str, what: str) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(
+            self.runtime.wait_for_key(self._store, f"{self.coordinator}/{save}/{what}")
+        )
+        if "error" in message:
+            raise CheckpointError(message["error"])
+        return message
 
     @property
     def _store(self) -> Any:
@@ -139,7 +143,7 @@ class Announcements:
 
 @dataclass(kw_only=True)
 class Supplement:
-    """The files of one rank that go into a checkpoint which the coordinator commits."""
+    """The files that one rank adds to a checkpoint of the coordinator."""
 
     store: Store
     save: str
@@ -150,7 +154,7 @@ class Supplement:
 
     @property
     def path(self) -> str:
-        """Where the checkpoint will be."""
+        """The path of the checkpoint."""
         return str(self.store.path(self.opened.name))
 
     def add(self, announcements: Announcements, engine: CheckpointEngine) -> None:
@@ -158,41 +162,41 @@ class Supplement:
         failure: Exception | None = None
         try:
             try:
-                with naming(self.part, "could not be written"):
-                    self.part.write(self.state, self.folder / self.part.file, engine.crew)
+                with part_errors(self.part, "could not be written"):
+                    self.part.write(self.state, self.folder / self.part.file, engine.group)
                 with suppress(Exception):  # a disk that is full now may have room after the commit
-                    self.store.deliver(self.folder, self.opened.name, self.opened.token)
+                    self.store.add_to_draft(self.folder, self.opened.name, self.opened.token)
             except Exception as error:
                 failure = error
             finally:
-                announcements.tell_added(self.save)
+                announcements.announce_added(self.save)
             announcements.wait_until_committed(self.save, self.store, self.opened)
-            with engine.together(f"checkpoint {self.path} was committed without the files of this rank"):
+            with engine.consensus(f"checkpoint {self.path} was committed without the files of this rank"):
                 if failure is not None:
                     raise failure
                 record = CommitRecord(
-                    num_processes=engine.crew.num_processes,
+                    num_processes=engine.group.num_processes,
                     parts={self.part.name: self.part.file},
                     files=all_files(self.folder, {}),
                     token=self.opened.token,
                     save=self.save,
                 )
-                self.store.supplement(self.folder, self.opened.name, engine.crew.rank, record)
+                self.store.supplement(self.folder, self.opened.name, engine.group.rank, record)
         finally:
             self.store.discard(self.folder)
 
 
 def supplement_folder() -> Path:
-    """Return a folder of this machine for the files of a supplement."""
+    """Return a local folder for the files of a supplement."""
     return Path(tempfile.mkdtemp(prefix="accelerate_"))
 
 
-def _place_of(loader: Any) -> str:
-    """Say where a loader is, the same on every rank."""
+def _position_of(loader: Any) -> str:
+    """Return the position of a loader, the same on every rank."""
     return f"{loader.iteration}.{loader.cursor.batches}" if loader.is_mid_epoch else f"{loader.iteration}"
 
 
-def _lost() -> LostProcessError:
+def _lost_coordinator() -> LostProcessError:
     return LostProcessError(
         "Another process ended before it committed the checkpoint that this one wanted to add to. Checkpoints that "
         "were committed before are untouched."

@@ -1,4 +1,4 @@
-"""One object, one file: safetensors for tensors, torch's format for the rest, read without executing anything."""
+"""One object per file: safetensors for tensors, torch's format for the rest. Reading executes no code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from ..layout import FileFacts
 
 THREADS = min(8, os.cpu_count() or 1)
-"""As many as keep the memory busy."""
+"""Enough to saturate the memory bandwidth."""
 _BLOCK = 1 << 25
 _PIECE = 1 << 20
 
@@ -35,7 +35,7 @@ class UnsafeFileError(ValueError):
 
 
 def write(state: Any, path: Path) -> None:
-    """Write an object to a file, in the format its name says."""
+    """Write an object to a file, in the format of its suffix."""
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
@@ -47,7 +47,7 @@ def write(state: Any, path: Path) -> None:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Let torch leave out its own checksums, which nobody reads: the checkpoint has better ones."""
+    """Disable the checksums of torch, which are never read: the checkpoint has its own."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -57,7 +57,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def read(path: Path, **load_options: Any) -> Any:
-    """Read an object; files in torch's format are data only, unless `weights_only=False` is asked for."""
+    """Read an object; files in torch's format may hold data only, unless `weights_only=False` is given."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -74,16 +74,16 @@ def read(path: Path, **load_options: Any) -> Any:
         ) from error
 
 
-def strangers_in(path: Path) -> list[str]:
-    """Return the names of the classes in a file that `read` will refuse; tensors are not read."""
+def unsafe_globals_in(path: Path) -> list[str]:
+    """Return the names of the classes in a file that `read` will refuse. Tensors are not read."""
     with torch.serialization.safe_globals(_plain_data()):
         return torch.serialization.get_unsafe_globals_in_checkpoint(path)
 
 
 def facts_of(path: Path, pool: ThreadPoolExecutor) -> FileFacts:
-    """Return a file's size and checksum: CRC-32 of every block, by several threads, and CRC-32 of those.
+    """Return the size and the checksum of a file: the CRC-32 of the CRC-32s of its blocks, by several threads.
 
-    It tells damage, at the speed of the memory; it is no protection against somebody who forges files.
+    It detects damage at memory bandwidth. It does not protect against forged files.
     """
     size = path.stat().st_size
     blocks = pool.map(lambda start: _crc_of_block(path, start), range(0, max(size, 1), _BLOCK))
@@ -105,7 +105,7 @@ def _crc_of_block(path: Path, start: int) -> int:
 
 @cache
 def _plain_data() -> list[Any]:
-    """Return what torch does not know as data and yet is: numbers of NumPy, whose generators need them, dates, paths.
+    """Return types of plain data that torch does not allow by itself: scalars and arrays of NumPy, dates, paths.
 
     NumPy 2 renamed the module of two functions; files of either version are read by either.
     """
@@ -130,6 +130,6 @@ def _plain_data() -> list[Any]:
 
 
 def _culprit(error: Exception) -> str:
-    """Return the name that torch would not load, which its long message hides."""
+    """Return the name that torch refused, from its long message."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return f" ({found[1]})" if found else ""

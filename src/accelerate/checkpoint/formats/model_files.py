@@ -1,4 +1,4 @@
-"""A whole model as files that every other tool reads: one file, or shards with an index."""
+"""A whole model in the usual files of other tools: one file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...runtime.loop.progress import progress
 from . import codec
-from .saving import clean_state_dict_for_safetensors, flush, written_whole
+from .saving import atomic_write, clean_state_dict_for_safetensors, flush
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -22,7 +22,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_size(size: float | str) -> int:
     """Read a size such as `10GB` (decimal) or `2GiB` (binary), in bytes."""
-    if isinstance(size, (int, float)):  # a share of something, such as 0.9 of a budget, need not be whole
+    if isinstance(size, (int, float)):  # a fraction of a budget need not be an integer
         return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if found is None or found[2].upper() not in _UNITS:
@@ -35,7 +35,7 @@ def parse_size(size: float | str) -> int:
 def save_model_files(
     state: Mapping[str, Any], folder: Path, *, max_shard_size: int | str, safe_serialization: bool
 ) -> list[str]:
-    """Write a state as one file or as shards; the files of an earlier save are replaced when the new ones are there."""
+    """Write a state as one file or as shards. Files of an earlier save are replaced once the new ones are complete."""
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     tensors = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
     shards = _shards(tensors, parse_size(max_shard_size))
@@ -44,9 +44,9 @@ def save_model_files(
         for number in range(1, len(shards) + 1)
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:  # no shard takes its name before all are written
+    with ExitStack() as stack:  # no shard gets its name before all are written
         for name, shard in zip(progress(names, "Saving the model", "files"), shards, strict=True):
-            codec.write(shard, stack.enter_context(written_whole(folder / name)))
+            codec.write(shard, stack.enter_context(atomic_write(folder / name)))
     index = folder / f"{stem}{suffix}.index.json"
     if len(shards) > 1:
         _write_index(index, names, shards)
@@ -56,7 +56,7 @@ def save_model_files(
 
 
 def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Fill shards in order; a tensor larger than the limit has one to itself."""
+    """Fill shards in order; a tensor larger than the limit gets its own shard."""
     shards: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -73,7 +73,7 @@ def _write_index(index: Path, names: list[str], shards: list[dict[str, Any]]) ->
     total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values() if isinstance(t, Tensor))
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with written_whole(index) as draft:
+    with atomic_write(index) as draft:
         draft.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
@@ -96,7 +96,7 @@ def read_model_files(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def files_of_model(checkpoint: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that hold the tensors: of a file, an index, or a folder with either."""
+    """Return the files with the tensors of a model, given a file, an index, or a folder with either."""
     path = Path(checkpoint)
     if path.is_dir():
         path = _main_file(path)

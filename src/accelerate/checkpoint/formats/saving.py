@@ -1,4 +1,4 @@
-"""Save one object to one file: whole or not at all."""
+"""Save one object to one file, atomically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"save() cannot write {path}: {directory} is not a directory. Create it first.")
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         if safe_serialization:
             from safetensors.torch import save_file  # on first use: importing the library stays quick
 
@@ -47,8 +47,8 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write into a file beside it, which takes its name when the block has ended well and is deleted otherwise."""
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside a file; rename it to the file after the block, or delete it on an error."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}{path.suffix}")
     try:
@@ -60,8 +60,8 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a dict that safetensors accepts, and say which names of tied weights it leaves out."""
-    clean = each_memory_once(state_dict)
+    """Return a dict that safetensors accepts, and warn of the names of tied weights that it omits."""
+    clean = deduplicate_storage(state_dict)
     removed = [name for name in state_dict if name not in clean]
     if removed:
         logger.warning(
@@ -72,8 +72,8 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return clean
 
 
-def each_memory_once(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a dict that safetensors accepts: contiguous tensors, each memory stored under one name.
+def deduplicate_storage(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a dict that safetensors accepts: contiguous tensors, each storage under one name.
 
     Of tied weights the first name is kept; a model that ties them restores the others when it loads.
     """
@@ -90,29 +90,31 @@ def each_memory_once(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         )
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state_dict.items():
-        kept.setdefault(memory_of(tensor) if tensor.numel() else (name,), name)
+        kept.setdefault(storage_key(tensor) if tensor.numel() else (name,), name)
     chosen = {name: state_dict[name].detach() for name in kept.values()}
-    return {name: tensor if _stands_alone(tensor) else tensor.clone().contiguous() for name, tensor in chosen.items()}
+    return {
+        name: tensor if _owns_its_storage(tensor) else tensor.clone().contiguous() for name, tensor in chosen.items()
+    }
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors share if they are tied: one memory, seen in one way.
+def storage_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tied tensors: the same storage, viewed in the same way.
 
-    A process may hold nothing of a tensor that is spread over many: that one is known by its object.
+    The key of a DTensor is its identity, because the local shard may be empty.
     """
     if mesh_of(tensor) is not None:
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _stands_alone(tensor: Tensor) -> bool:
-    """Tell whether a tensor can be stored as it is: contiguous, and no window into a larger memory."""
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be stored as it is: contiguous, and not a view of a larger storage."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and whole
 
 
 def flush(path: str | os.PathLike[str]) -> None:
-    """Make sure that a file or folder survives a power cut."""
+    """Flush a file or folder to the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,6 +123,6 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what tensors of one memory have in common: device, address, size."""
+    """Return the identity of the storage of a tensor: device, address, size."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -1,4 +1,4 @@
-"""One model or optimizer of a sharded run, saved and loaded by itself: what trainers of other libraries call."""
+"""Save and load one model or optimizer of a sharded run. Trainers of other libraries call these functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...parallel.modules.unwrapping import extract_model_from_parallel, own_name
 from ..formats.model_files import save_model_files
-from ..group import Crew
+from ..group import CheckpointGroup
 from ..layout import model_folder, numbered, optimizer_folder
 from .shards import ShardedModelPart, ShardedOptimizerPart, read_tensors, sizes_in
 from .states import ModelPart, OptimizerPart, with_ties
@@ -31,18 +31,20 @@ def _model_part(model: nn.Module, index: int, *, sharded: bool) -> ModelPart:
     return ModelPart("model", numbered("pytorch_model_fsdp", index, ".bin"), own)
 
 
-def _optimizer_part(optimizer: Any, model: nn.Module, index: int, crew: Crew, *, sharded: bool) -> OptimizerPart:
+def _optimizer_part(
+    optimizer: Any, model: nn.Module, index: int, group: CheckpointGroup, *, sharded: bool
+) -> OptimizerPart:
     own = extract_model_from_parallel(model, keep_torch_compile=False)
     if sharded:
-        return ShardedOptimizerPart("optimizer", optimizer_folder(index), optimizer, [own], crew)
+        return ShardedOptimizerPart("optimizer", optimizer_folder(index), optimizer, [own], group)
     return OptimizerPart("optimizer", numbered("optimizer", index, ".bin"), optimizer, [own])
 
 
-# Both have their published names, because other libraries overwrite them.
+# Both keep their published names, because other libraries monkeypatch them.
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
-    """Return a model's state in torch's form; with `adapter_only` without what is not trained."""
+    """Return the state of a model in torch's form; with `adapter_only`, only the trained parameters."""
     state = get_model_state_dict(model, options=sd_options)
     if not adapter_only:
         return state
@@ -53,7 +55,7 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 def _set_model_state_dict(
     model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
-    """Give a model its state in torch's form; with `adapter_only` the state need not have everything."""
+    """Load a state in torch's form into a model; with `adapter_only` the state may be incomplete."""
     if adapter_only:
         sd_options = replace(sd_options or StateDictOptions(), strict=False)
     return set_model_state_dict(model, state_dict, options=sd_options)
@@ -68,7 +70,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a model, all processes together: a folder of shards, or `pytorch_model_fsdp.bin`, as the plugin says."""
+    """Save a model: a folder of shards, or one file `pytorch_model_fsdp.bin`, as the plugin says. All ranks call it."""
     part = _model_part(model, model_index, sharded=fsdp_plugin.saves_shards)
     options = StateDictOptions(full_state_dict=not part.is_folder, cpu_offload=not part.is_folder)
     state = _get_model_state_dict(part.model, adapter_only=adapter_only, sd_options=options)
@@ -84,19 +86,19 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Save an optimizer: a folder of shards, or one file `optimizer.bin`, as the plugin says. All processes call it."""
-    crew = accelerator.checkpointer.engine.crew
-    part = _optimizer_part(optimizer, model, optimizer_index, crew, sharded=fsdp_plugin.saves_shards)
+    """Save an optimizer: a folder of shards, or one file `optimizer.bin`, as the plugin says. All ranks call it."""
+    group = accelerator.checkpointer.engine.group
+    part = _optimizer_part(optimizer, model, optimizer_index, group, sharded=fsdp_plugin.saves_shards)
     _save(part, part.capture(), Path(output_dir), accelerator)
 
 
 def _save(part: ModelPart | OptimizerPart, state: Any, folder: Path, accelerator: Any) -> None:
-    crew = accelerator.checkpointer.engine.crew
-    if crew.leads:
+    group = accelerator.checkpointer.engine.group
+    if group.is_coordinator:
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
-    if part.is_folder or crew.leads:
-        part.write(state, folder / part.file, crew)
+    if part.is_folder or group.is_coordinator:
+        part.write(state, folder / part.file, group)
     accelerator.wait_for_everyone()
 
 
@@ -109,7 +111,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` saved, in whichever form and on however many processes."""
+    """Load what `save_fsdp_model` saved, in either form and on any number of processes."""
     sharded = (Path(input_dir) / model_folder(model_index)).is_dir()
     part = _model_part(model, model_index, sharded=sharded)
     part.load_options["strict"] = not adapter_only
@@ -130,19 +132,19 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` saved, in whichever form and on however many processes."""
+    """Load what `save_fsdp_optimizer` saved, in either form and on any number of processes."""
     sharded = (Path(input_dir) / optimizer_folder(optimizer_index)).is_dir()
-    crew = accelerator.checkpointer.engine.crew
-    part = _optimizer_part(optimizer, model, optimizer_index, crew, sharded=sharded)
+    group = accelerator.checkpointer.engine.group
+    part = _optimizer_part(optimizer, model, optimizer_index, group, sharded=sharded)
     part.restore(_read(part, Path(input_dir), accelerator))
 
 
 def _read(part: ModelPart | OptimizerPart, folder: Path, accelerator: Any) -> Any:
-    """Read what fits, or say what does not."""
+    """Read a part, or raise if it does not match."""
     path = folder / part.file
     if not path.exists():
         raise FileNotFoundError(f"There is no {part.file} in {folder}.")
-    state = part.read(path, accelerator.checkpointer.engine.crew)
+    state = part.read(path, accelerator.checkpointer.engine.group)
     objection = part.objection(state)
     if objection is not None:
         raise ValueError(f"{path} does not match the {part.name}: {objection}.")
@@ -155,7 +157,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Turn the shards of a model into files that every tool reads, on one process, without the model's code."""
+    """Merge the shards of a model into the usual files, on one process, without the code of the model."""
     folder = _folder_of_shards(Path(checkpoint_dir))
     tensors: dict[str, Tensor] = {
         name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in sizes_in(folder).items()

@@ -1,7 +1,7 @@
-"""States of which every process writes its part, and which any other number of processes can read: torch's DCP.
+"""Sharded states in the format of torch's DCP: every rank writes its shards, and any number of ranks can read them.
 
 A part of this form is a folder, `pytorch_model_fsdp_0` or `optimizer_0` as published. Tensors go into DCP's files under
-their names; what is no tensor goes into a file of ours beside them, because DCP would pickle it.
+their names. Other values go into a separate file, because DCP would pickle them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..formats import codec
-from ..group import Crew
+from ..group import CheckpointGroup
 from .states import ModelPart, OptimizerPart
 
 PLAIN_FILE = "plain.bin"
 
 
 class SafeReader(FileSystemReader):
-    """Read DCP's files; its table of contents, which is a pickle, may hold nothing but a table of contents."""
+    """Read DCP's files; the metadata, which is a pickle, may hold metadata only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the table of contents."""
+        """Return the metadata."""
         with open(Path(self.path) / ".metadata", "rb") as stream:
-            contents: Metadata = _TableOfContents(stream).load()
+            contents: Metadata = _MetadataUnpickler(stream).load()
         for place in (contents.storage_data or {}).values():
             if Path(place.relative_path).name != place.relative_path:
                 raise codec.UnsafeFileError(
@@ -46,9 +46,9 @@ class SafeReader(FileSystemReader):
         return contents
 
 
-class _TableOfContents(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":  # as Python 3.13 calls it, and no other version
+        if module == "pathlib._local":  # the name in Python 3.13 only
             module = "pathlib"
         known = (
             (module == "torch.distributed.checkpoint.metadata" and name in dir(metadata) and name[0].isupper())
@@ -72,17 +72,17 @@ _FURTHER_NAMES = {
 }
 
 
-def write_tensors(tensors: Mapping[str, Tensor], folder: Path, crew: Crew) -> None:
-    """Write this process's part of every tensor; all processes call it."""
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, group: CheckpointGroup) -> None:
+    """Write the shards of this rank; all ranks call it."""
     folder.mkdir(exist_ok=True)
     writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
     with _as_plain_error():
-        save(dict(tensors), storage_writer=writer, process_group=crew.group, no_dist=crew.world_size == 1)
+        save(dict(tensors), storage_writer=writer, process_group=group.process_group, no_dist=group.world_size == 1)
 
 
 @contextmanager
 def _as_plain_error() -> Iterator[None]:
-    """Raise what went wrong on a rank: DCP's own exception would pass by everything that catches exceptions."""
+    """Raise the error of a rank as ValueError: DCP's own exception is no `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -91,9 +91,9 @@ def _as_plain_error() -> Iterator[None]:
 
 
 def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors with this process's part of what was written, however it was spread then.
+    """Fill tensors with the shards of this rank, however the tensors were sharded when they were written.
 
-    Every process finds out by itself what it needs and reads it: one that fails leaves nobody waiting.
+    Each rank plans and reads by itself, so that no rank waits for one that fails.
     """
     if into:
         with warnings.catch_warnings(), _as_plain_error():
@@ -102,42 +102,42 @@ def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
 
 
 def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what is known of every tensor in a folder."""
+    """Return the metadata of every tensor in a folder."""
     contents = SafeReader(folder).read_metadata().state_dict_metadata
     return {name: facts for name, facts in contents.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def _of_this_process(folder: Path, crew: Crew) -> list[Path]:
-    """Return the files of a folder that DCP wrote on this process; the first one writes what all have in common."""
+def _files_of_this_rank(folder: Path, group: CheckpointGroup) -> list[Path]:
+    """Return the files of a folder that DCP wrote on this rank; rank 0 also writes the common ones."""
     files = list(folder.iterdir())
-    common = [file for file in files if not file.name.startswith("__")] if crew.rank == 0 else []
-    return [file for file in files if file.name.startswith(f"__{crew.rank}_")] + common
+    common = [file for file in files if not file.name.startswith("__")] if group.rank == 0 else []
+    return [file for file in files if file.name.startswith(f"__{group.rank}_")] + common
 
 
 class ShardedModelPart(ModelPart):
-    """A model of which every process saves what it holds."""
+    """A model of which every rank saves its shards."""
 
     per_rank = True
     is_folder = True
 
     def capture(self) -> dict[str, Tensor]:
-        """Return what this process holds, under the names of the whole model."""
+        """Return the shards of this rank, under the names of the whole model."""
         return self.named(self.model.state_dict())
 
     def named(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's state under the names that its folder has."""
+        """Return the state of a model under the names in its folder."""
         return {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
 
-    def write(self, state: Any, path: Path, crew: Crew) -> None:
-        """Write it, together with the other processes."""
-        write_tensors(state, path, crew)
+    def write(self, state: Any, path: Path, group: CheckpointGroup) -> None:
+        """Write the shards; all ranks call it."""
+        write_tensors(state, path, group)
 
-    def written_here(self, path: Path, crew: Crew) -> list[Path]:
-        """Return the files that this process wrote."""
-        return _of_this_process(path, crew)
+    def written_here(self, path: Path, group: CheckpointGroup) -> list[Path]:
+        """Return the files that this rank wrote."""
+        return _files_of_this_rank(path, group)
 
-    def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Tensor]:
-        """Read this process's part, where shapes allow it; what does not fit is left to `objection`."""
+    def read(self, path: Path, group: CheckpointGroup, **load_options: Any) -> dict[str, Tensor]:
+        """Read the shards of this rank whose shapes match; `objection` reports the others."""
         there = sizes_in(path)
         own = _tensors_of(self.model)
         into = {
@@ -147,7 +147,7 @@ class ShardedModelPart(ModelPart):
         }
         read_tensors(into, path)
         found = {name.removeprefix("model."): tensor for name, tensor in into.items()}
-        for name, facts in there.items():  # what does not fit is named by its shape, and what is too much by its name
+        for name, facts in there.items():  # `objection` compares these shapes and names
             found.setdefault(name.removeprefix("model."), torch.empty(facts.size, device="meta"))
         return found
 
@@ -157,15 +157,15 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ShardedOptimizerPart(OptimizerPart):
-    """An optimizer of which every process saves what it holds, by the names of the parameters."""
+    """An optimizer of which every rank saves its shards, by the names of the parameters."""
 
     per_rank = True
     is_folder = True
     is_collective = True
 
-    def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], crew: Crew) -> None:
+    def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], group: CheckpointGroup) -> None:
         super().__init__(name, file, owner, models)
-        self.crew = crew
+        self.group = group
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for number, group in enumerate(self.owner.param_groups):
@@ -173,27 +173,27 @@ class ShardedOptimizerPart(OptimizerPart):
                 yield self.names.get(id(param), f"group_{number}.{index}"), param
 
     def capture(self) -> dict[str, Any]:
-        """Return the moments by name, and apart from them what is no tensor."""
+        """Return the state tensors by name, and separately the other values."""
         tensors: dict[str, Tensor] = {}
         others: dict[str, Any] = {}
         for name, param in self._named_parameters():
             for key, value in self.owner.state.get(param, {}).items():
                 (tensors if isinstance(value, Tensor) else others)[f"optimizer.state.{name}.{key}"] = value
-        merged = {name: value for part in self.crew.gather(others) for name, value in part.items()}
+        merged = {name: value for part in self.group.gather(others) for name, value in part.items()}
         return {"tensors": tensors, "plain": {"groups": _options(self.owner.param_groups), "others": merged}}
 
-    def write(self, state: Any, path: Path, crew: Crew) -> None:
-        """Write it, together with the other processes."""
-        write_tensors(state["tensors"], path, crew)
-        if crew.leads:
+    def write(self, state: Any, path: Path, group: CheckpointGroup) -> None:
+        """Write the shards; all ranks call it."""
+        write_tensors(state["tensors"], path, group)
+        if group.is_coordinator:
             codec.write(state["plain"], path / PLAIN_FILE)
 
-    def written_here(self, path: Path, crew: Crew) -> list[Path]:
-        """Return the files that this process wrote."""
-        return _of_this_process(path, crew)
+    def written_here(self, path: Path, group: CheckpointGroup) -> list[Path]:
+        """Return the files that this rank wrote."""
+        return _files_of_this_rank(path, group)
 
-    def read(self, path: Path, crew: Crew, **load_options: Any) -> dict[str, Any]:
-        """Read this process's part of every moment."""
+    def read(self, path: Path, group: CheckpointGroup, **load_options: Any) -> dict[str, Any]:
+        """Read the shards of this rank."""
         there = sizes_in(path)
         into: dict[str, Tensor] = {}
         for name, param in self._named_parameters():
@@ -207,12 +207,12 @@ class ShardedOptimizerPart(OptimizerPart):
                         else torch.empty(facts.size, dtype=facts.properties.dtype)
                     )
         read_tensors(into, path)
-        plain_file = path / PLAIN_FILE  # accelerate 1.x has none: the options of the script count there
+        plain_file = path / PLAIN_FILE  # accelerate 1.x writes none: the options of the script apply
         plain = codec.read(plain_file, **load_options) if plain_file.is_file() else None
         return {"tensors": into, "plain": plain, "names": sorted(there)}
 
     def objection(self, state: Any) -> str | None:
-        """Compare the number of groups, and ask whether every parameter has its moments."""
+        """Compare the number of parameter groups, and check that the parameters have their state."""
         groups = state["plain"]["groups"] if state["plain"] is not None else None
         if groups is not None and len(groups) != len(self.owner.param_groups):
             return f"{len(self.owner.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
@@ -227,7 +227,7 @@ class ShardedOptimizerPart(OptimizerPart):
         return None if has_some or not missing else f"the checkpoint lacks the state of {', '.join(missing[:4])}"
 
     def restore(self, state: Any) -> None:
-        """Give every parameter its moments, and every group its options."""
+        """Restore the state of every parameter and the options of every group."""
         tensors, plain = state["tensors"], state["plain"] or {"groups": None, "others": {}}
         per_index: dict[int, dict[str, Any]] = {}
         for index, (name, _) in enumerate(self._named_parameters()):

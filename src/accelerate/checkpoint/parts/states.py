@@ -1,4 +1,4 @@
-"""What a checkpoint is made of. A part captures its state, says why a state does not fit, and restores it."""
+"""The parts of a checkpoint. A part captures its state, reports why a state does not match, and restores it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ...parallel.modules.dtensors import any_dtensor, distribute_like, gathered
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..formats import codec
-from ..formats.saving import each_memory_once, memory_of
-from ..group import Crew
+from ..formats.saving import deduplicate_storage, storage_key
+from ..group import CheckpointGroup
 from ..layout import PROGRESS_FILE
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class Part(ABC):
-    """One thing that is saved and restored."""
+    """One object that is saved and restored."""
 
     per_rank = False
-    """Every process has its own, in a file of its own."""
+    """Each rank has its own state, in its own file."""
     is_collective = False
-    """Capturing it takes all processes, though one of them writes it."""
+    """Capturing is a collective, although one rank writes the state."""
     is_folder = False
-    """It is a folder that all processes write and read together, each its part."""
-    is_users_own = False
-    """Its state comes from the user's own code, and may hold anything."""
+    """It is a folder in which each rank writes and reads its files."""
+    is_user_state = False
+    """Its state comes from user code and may hold any object."""
 
     def __init__(self, name: str, file: str) -> None:
         self.name = name
@@ -44,42 +44,42 @@ class Part(ABC):
 
     @abstractmethod
     def capture(self) -> Any:
-        """Return the state as it is now; the tensors in it may still be the live ones."""
+        """Return the current state; its tensors may be the live ones."""
 
-    def write(self, state: Any, path: Path, crew: Crew) -> None:
+    def write(self, state: Any, path: Path, group: CheckpointGroup) -> None:
         """Write a state to its file."""
-        codec.write(each_memory_once(state) if path.suffix == ".safetensors" else state, path)
+        codec.write(deduplicate_storage(state) if path.suffix == ".safetensors" else state, path)
 
-    def written_here(self, path: Path, crew: Crew) -> list[Path]:
-        """Return the files that this process wrote."""
+    def written_here(self, path: Path, group: CheckpointGroup) -> list[Path]:
+        """Return the files that this rank wrote."""
         return [path]
 
-    def read(self, path: Path, crew: Crew, **load_options: Any) -> Any:
+    def read(self, path: Path, group: CheckpointGroup, **load_options: Any) -> Any:
         """Read a state from its file."""
         return codec.read(path, **load_options)
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Take a state that fits."""
+        """Restore a state that matches."""
 
     def objection(self, state: Any) -> str | None:
-        """Say why a state does not fit, before anything is changed."""
+        """Return why a state does not match, or None; nothing is changed."""
         return None
 
 
 class ModelPart(Part):
-    """The weights and buffers of a model, under the names of the user's own module."""
+    """The weights and buffers of a model, under the names of the unwrapped module."""
 
     def __init__(self, name: str, file: str, model: nn.Module, *, is_whole: bool = True) -> None:
         super().__init__(name, file)
         self.model = model
         self.is_whole = is_whole
-        """False for a stage of a pipeline: the checkpoint holds the other stages too."""
+        """False for a pipeline stage: the checkpoint also holds the other stages."""
         self.load_options: dict[str, Any] = {"strict": True}
 
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
-        """Tell whether the tensors are spread over processes, and one of them is to write whole ones."""
+        """Tell whether the tensors are sharded and must be gathered for the rank that writes them."""
         return not self.is_folder and any_dtensor(self.model.parameters())
 
     def capture(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ModelPart(Part):
         return gathered(self.model.state_dict())
 
     def named(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's state under the names that its file has."""
+        """Return the state of a model under the names in its file."""
         return state
 
     def objection(self, state: Any) -> str | None:
@@ -103,12 +103,12 @@ class ModelPart(Part):
             for name in sorted(own.keys() & complete.keys())
             if isinstance(own[name], Tensor) and complete[name].shape != own[name].shape
         ]
-        said = []
+        problems = []
         if missing:
-            said.append(f"the checkpoint lacks {_some(missing)}")
+            problems.append(f"the checkpoint lacks {_some(missing)}")
         if extra:
-            said.append(f"the checkpoint has {_some(extra)}, which the model does not have")
-        return "; ".join([*said, *reshaped[:3]]) or None
+            problems.append(f"the checkpoint has {_some(extra)}, which the model does not have")
+        return "; ".join([*problems, *reshaped[:3]]) or None
 
     def restore(self, state: Any) -> None:
         """Load the weights."""
@@ -123,51 +123,51 @@ class ModelPart(Part):
 
 
 def with_ties(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the names that a file leaves out because their memory is stored under another name."""
-    by_place: dict[tuple[Any, ...], str] = {}
+    """Add the names of tied weights that a file omits because they are stored under another name."""
+    by_storage: dict[tuple[Any, ...], str] = {}
     for name in state:
         if isinstance(own.get(name), Tensor) and own[name].numel():
-            by_place.setdefault(memory_of(own[name]), name)
+            by_storage.setdefault(storage_key(own[name]), name)
     complete = dict(state)
     for name, tensor in own.items():
         if name not in complete and isinstance(tensor, Tensor):
-            twin = by_place.get(memory_of(tensor))
-            if twin is not None:
-                complete[name] = state[twin]
+            tied_name = by_storage.get(storage_key(tensor))
+            if tied_name is not None:
+                complete[name] = state[tied_name]
     return complete
 
 
 class StatefulPart(Part):
     """Anything with `state_dict` and `load_state_dict`: optimizers, schedulers, the scaler, registered objects."""
 
-    is_users_own = True
+    is_user_state = True
 
     def __init__(self, name: str, file: str, owner: Any) -> None:
         super().__init__(name, file)
         self.owner = owner
 
     def capture(self) -> Any:
-        """Ask the object."""
+        """Return the `state_dict` of the object."""
         return self.owner.state_dict()
 
     def restore(self, state: Any) -> None:
-        """Tell the object."""
+        """Call `load_state_dict` of the object."""
         self.owner.load_state_dict(state)
 
 
 class OptimizerPart(StatefulPart):
-    """An optimizer, whose groups must be those that were saved."""
+    """An optimizer, whose parameter groups must match those that were saved."""
 
-    is_users_own = False
+    is_user_state = False
 
     def __init__(self, name: str, file: str, owner: Any, models: Sequence[nn.Module], *, is_whole: bool = True) -> None:
         super().__init__(name, file, owner)
         self.names = names_of_parameters(models)
         self.is_whole = is_whole
-        """False where the models are stages of a pipeline: the checkpoint holds the moments of the other stages too."""
+        """False if the models are pipeline stages: the checkpoint also holds the state of the other stages."""
 
     def objection(self, state: Any) -> str | None:
-        """Compare the groups."""
+        """Compare the parameter groups."""
         if not self.is_whole:
             missing = [name for name in self._own_names() if name not in state.get("names", ())]
             return f"the checkpoint lacks the names of the parameters, or {_some(missing)}" if missing else None
@@ -177,7 +177,7 @@ class OptimizerPart(StatefulPart):
 
     @property
     def is_collective(self) -> bool:  # type: ignore[override]
-        """Tell whether moments are spread over processes, and one of them is to write whole ones."""
+        """Tell whether the state is sharded and must be gathered for the rank that writes it."""
         return not self.is_folder and any_dtensor(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
@@ -187,12 +187,12 @@ class OptimizerPart(StatefulPart):
         return [self.names.get(id(param), str(index)) for index, param in enumerate(self._parameters())]
 
     def capture(self) -> Any:
-        """Return the whole state, and the names of the parameters by which a pipeline finds its own."""
+        """Return the whole state, and the names of the parameters, by which pipeline stages find theirs."""
         state = {**self.owner.state_dict(), "names": self._own_names()}
         return {**state, "state": gathered(state["state"])} if self.is_collective else state
 
     def _of_own_stages(self, state: Any) -> Any:
-        """Return the moments of this process's parameters, numbered as they are here."""
+        """Return the state of the parameters of this rank, with its own indices."""
         there = {name: index for index, name in enumerate(state["names"])}
         moments = {
             here: state["state"][there[name]]
@@ -204,7 +204,7 @@ class OptimizerPart(StatefulPart):
         return {"state": moments, "param_groups": groups}
 
     def restore(self, state: Any) -> None:
-        """Give every parameter its moments, spread as it is."""
+        """Restore the state of every parameter, sharded like the parameter."""
         params = self._parameters()
         state = state if self.is_whole else self._of_own_stages(state)
         if self.is_collective:
@@ -213,16 +213,16 @@ class OptimizerPart(StatefulPart):
                     name: distribute_like(value, params[index])
                     if isinstance(value, Tensor) and value.shape == params[index].shape
                     else value
-                    for name, value in of_one.items()
+                    for name, value in moments_of_one.items()
                 }
-                for index, of_one in state["state"].items()
+                for index, moments_of_one in state["state"].items()
             }
             state = {**state, "state": moments}
         self.owner.load_state_dict(state)
 
 
 class EnginePart(Part):
-    """A model and its optimizer that an engine owns: a folder of the engine's files, each written by one process."""
+    """A model and its optimizer that an engine owns: a folder of files, each written by one rank."""
 
     per_rank = True
     is_folder = True
@@ -233,41 +233,41 @@ class EnginePart(Part):
         self._files: list[str] = []
 
     def capture(self) -> dict[str, Any]:
-        """Ask the engine for what this process saves."""
+        """Return the state that the engine saves on this rank."""
         return self.engine.capture()
 
-    def write(self, state: Any, path: Path, crew: Crew) -> None:
-        """Write this process's files, and beside the folder what the engine's tools look for."""
+    def write(self, state: Any, path: Path, group: CheckpointGroup) -> None:
+        """Write the files of this rank, and beside the folder those that the tools of the engine expect."""
         path.mkdir(exist_ok=True)
         self._files = list(state)
         for file, tree in state.items():
             codec.write(tree, path / file)
-        if crew.leads:
+        if group.is_coordinator:
             for file, text in self.engine.companions().items():
                 (path.parent / file).write_text(text, encoding="utf-8")
 
-    def written_here(self, path: Path, crew: Crew) -> list[Path]:
-        """Return the files that this process wrote."""
+    def written_here(self, path: Path, group: CheckpointGroup) -> list[Path]:
+        """Return the files that this rank wrote."""
         return [path / file for file in self._files]
 
-    def read(self, path: Path, crew: Crew, **load_options: Any) -> Any:
-        """Read what this process needs."""
+    def read(self, path: Path, group: CheckpointGroup, **load_options: Any) -> Any:
+        """Read the files that this rank needs."""
         files = self.engine.wanted(sorted(file.name for file in path.iterdir()))
         with torch.serialization.safe_globals(self.engine.classes):
             return path, {file: codec.read(path / file, **load_options) for file in files}
 
     def objection(self, state: Any) -> str | None:
-        """Ask the engine."""
+        """Return the objection of the engine."""
         return self.engine.objection(state[1])
 
     def restore(self, state: Any) -> None:
-        """Give the engine what was read."""
+        """Pass the state to the engine."""
         path, states = state
         self.engine.restore(states, path)
 
 
 def names_of_parameters(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Return the name of every parameter; those of a second model have its number in front."""
+    """Return the name of every parameter by its id; names of later models are prefixed with the index."""
     names: dict[int, str] = {}
     for index, model in enumerate(models):
         for name, param in model.named_parameters():
@@ -276,7 +276,7 @@ def names_of_parameters(models: Sequence[nn.Module]) -> dict[int, str]:
 
 
 class RandomPart(Part):
-    """The generators of this process: Python's, NumPy's, torch's and the device's."""
+    """The random generators of this rank: of Python, NumPy, torch and the device."""
 
     per_rank = True
 
@@ -288,7 +288,7 @@ class RandomPart(Part):
     def capture(self) -> dict[str, Any]:
         """Return the states under their published names."""
         state: dict[str, Any] = {
-            "step": self.window.step,  # published there, and read by whoever resumes in the middle of a window
+            "step": self.window.step,  # part of the published format, for resuming in the middle of a window
             "random_state": random.getstate(),
             "numpy_random_seed": np.random.get_state(),
             "torch_manual_seed": torch.get_rng_state(),
@@ -298,7 +298,7 @@ class RandomPart(Part):
         return state
 
     def restore(self, state: Any) -> None:
-        """Set the generators, and the micro-batch of the window."""
+        """Set the generators, and the micro-batch in the accumulation window."""
         self.window.step = state["step"]
         random.setstate(state["random_state"])
         np.random.set_state(state["numpy_random_seed"])
@@ -311,7 +311,7 @@ class RandomPart(Part):
 
 
 class ProgressPart(Part):
-    """Where the run is: the positions of its loaders, the steps of its optimizers, the runs of its trackers."""
+    """The progress of a run: the positions of loaders, the steps of optimizers, the runs of trackers."""
 
     def __init__(
         self, loaders: Sequence[Any], optimizers: Sequence[Any] = (), trackers: Trackers | None = None
@@ -321,12 +321,12 @@ class ProgressPart(Part):
         self.optimizers = optimizers
         self.trackers = trackers
         self.step: int | None = None
-        """The step of the checkpoint, once it is restored: that of the optimizer that stepped most often."""
+        """The step of the checkpoint, once it is restored: the largest of all optimizers."""
         self.seeks = True
-        """Whether loaders go on at the batch where they were, or begin that epoch again."""
+        """Whether loaders continue at their batch, or restart the epoch."""
 
     def capture(self) -> dict[str, Any]:
-        """Return plain data that means the same on any number of processes."""
+        """Return plain data that is valid on any number of processes."""
         return {
             "loaders": [loader.state_dict() for loader in self.loaders],
             "steps": [optimizer.steps_taken for optimizer in self.optimizers],
@@ -334,20 +334,20 @@ class ProgressPart(Part):
         }
 
     def objection(self, state: Any) -> str | None:
-        """Compare the number of loaders, and ask each whether it can begin where it was."""
+        """Compare the number of loaders, and check that each can continue at its position."""
         there, here = len(state["loaders"]), len(self.loaders)
         if there != here:
             return f"{here} loaders are prepared here, and the checkpoint has the positions of {there}"
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             try:
-                if "batches" in position:  # torchdata's loaders keep a state of their own
+                if "batches" in position:  # loaders of torchdata have their own state
                     Position.from_dict(position).batches_of(loader.base_batch_size)
             except PositionError as error:
                 return f"a loader cannot continue at its position: {error}".rstrip(".")
         return None
 
     def restore(self, state: Any) -> None:
-        """Let every loader go on where it was, or at the beginning of that epoch; with `seeks` the trackers too."""
+        """Set every loader to its position, or to the start of that epoch; with `seeks`, resume the trackers too."""
         for loader, position in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
             if not self.seeks:
@@ -357,7 +357,7 @@ class ProgressPart(Part):
             optimizer.steps_taken = taken
         self.step = max(steps, default=None)
         if self.seeks and self.trackers is not None:  # `load_state` may load into another run
-            self.trackers.go_on(state.get("trackers", {}))
+            self.trackers.resume_runs(state.get("trackers", {}))
 
 
 def _some(names: Sequence[str]) -> str:

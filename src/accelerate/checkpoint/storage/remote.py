@@ -1,6 +1,6 @@
-"""Checkpoints behind any fsspec URL. Nothing is renamed there: the record, written last in one piece, is the commit.
+"""Checkpoints behind any fsspec URL. Nothing is renamed there: writing the record, last and atomically, is the commit.
 
-A checkpoint `<name>` has its files in `<name>/data-<token>/`, and `<name>/commit.json` says which token counts.
+A checkpoint `<name>` has its files in `<name>/data-<token>/`, and `<name>/commit.json` names the token.
 Replacing one writes another `data-` folder and then the record over the old record: a reader sees the old or the new.
 """
 
@@ -21,7 +21,7 @@ class RemoteStore:
     """Checkpoints under one URL."""
 
     is_shared = False
-    """Every process writes into a folder of its own and uploads it."""
+    """Each process writes into its own local folder and uploads it."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
         import fsspec
@@ -32,27 +32,27 @@ class RemoteStore:
         self.fs.invalidate_cache()
 
     def draft(self, name: str, token: str) -> Path:
-        """Return a folder on this machine, from which files will be uploaded."""
+        """Return a local folder, from which files are uploaded."""
         return Path(tempfile.mkdtemp(prefix=f"accelerate_{token}_"))
 
     def publish(self, draft: Path, name: str, token: str) -> None:
-        """Upload what this process wrote."""
+        """Upload the files of this process."""
         for path in sorted(draft.rglob("*")):
             if path.is_file():
                 self.fs.put_file(str(path), f"{self.root}/{name}/data-{token}/{path.relative_to(draft).as_posix()}")
 
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
-        """Write the record; from this moment the checkpoint is the new one."""
+        """Write the record, which makes the new checkpoint the current one."""
         record = replace(record, folder=f"data-{token}")
         self._check_sizes(name, record)
         self.fs.pipe_file(f"{self.root}/{name}/{COMMIT_FILE}", record.to_json().encode())
-        self.settle(name)
+        self.clean_up(name)
 
-    def deliver(self, draft: Path, name: str, token: str) -> None:
-        """Do nothing: the record lists what its own process uploaded, and the rest comes after it."""
+    def add_to_draft(self, draft: Path, name: str, token: str) -> None:
+        """Do nothing: the record lists the files of the coordinator, and others are added after the commit."""
 
     def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
-        """Upload the files to where the others are, then the record."""
+        """Upload the files to the folder of the checkpoint, then the record."""
         committed = self._record(name)[0]
         record = added_only(record, committed)
         if committed is None or not record.files:
@@ -63,7 +63,7 @@ class RemoteStore:
         self.fs.pipe_file(f"{folder}/{supplement_file(rank)}", record.to_json().encode())
 
     def discard(self, draft: Path) -> None:
-        """Forget a draft; what was uploaded is cleaned by the next save."""
+        """Delete a draft; the next save deletes what was uploaded."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def _check_sizes(self, name: str, record: CommitRecord) -> None:
@@ -80,10 +80,10 @@ class RemoteStore:
         self.fs.rm(f"{self.root}/{name}", recursive=True)
 
     def recover(self, name: str | None) -> None:
-        """Do nothing: a checkpoint that has its record has its name."""
+        """Do nothing: a commit cannot be interrupted."""
 
-    def settle(self, name: str | None) -> None:
-        """Delete files that no record counts: those of a save that was cut off, or of a replaced checkpoint."""
+    def clean_up(self, name: str | None) -> None:
+        """Delete files without a record: those of an interrupted save, or of a replaced checkpoint."""
         self.fs.invalidate_cache()
         for own_name in [name] if name is not None else [n for n in self._names() if iteration_of(n) is not None]:
             record = self._record(own_name)[0]
@@ -102,7 +102,7 @@ class RemoteStore:
         return bool(self.fs.exists(f"{self.root}/{name}/{COMMIT_FILE}"))
 
     def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
-        """Download the files that a process wants, and return their folder on this machine."""
+        """Download the wanted files, and return their local folder."""
         record, problem = self._record(name)
         if record is None:
             raise FileNotFoundError(problem or f"there is no committed checkpoint at {self.path(name)}")
@@ -125,7 +125,7 @@ class RemoteStore:
         shutil.rmtree(folder, ignore_errors=True)
 
     def found(self) -> list[Found]:
-        """Return every folder with a record, the oldest first, and those whose record is damaged."""
+        """Return all checkpoints, the oldest first, including unfinished and damaged ones."""
         everything = []
         for name in self._names():
             record, problem = self._record(name)

@@ -1,4 +1,4 @@
-"""Where checkpoints live. A store knows folders and names; what is in them is the engine's business."""
+"""Storage for checkpoints. A store manages folders and names; the engine manages their contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..formats.saving import flush, written_whole
+from ..formats.saving import atomic_write, flush
 from ..layout import (
     COMMIT_FILE,
     PROGRESS_FILE,
@@ -28,7 +28,7 @@ _REASONS = {"partial": "it was not finished", "removed": "it is being deleted", 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A folder that is, or was meant to be, a checkpoint."""
+    """A folder that is a checkpoint, committed or not."""
 
     name: str
     record: CommitRecord | None
@@ -39,56 +39,56 @@ class Found:
 
 
 class Store(Protocol):
-    """What the engine asks of a place."""
+    """The interface between the engine and a storage backend."""
 
     is_shared: bool
-    """All processes write into one folder; else each has its own, which is published."""
+    """All ranks write into one folder; otherwise each has its own, which is published."""
 
     def draft(self, name: str, token: str) -> Path:
-        """Return a folder of this machine in which a checkpoint is to be written."""
+        """Return a local folder into which a checkpoint is written."""
 
     def publish(self, draft: Path, name: str, token: str) -> None:
-        """Bring what this process wrote to where all can see it, still uncommitted."""
+        """Make the files of this process visible to all, still uncommitted."""
 
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
-        """Make it the checkpoint of this name, in one moment."""
+        """Make the draft the checkpoint of this name, atomically."""
 
-    def deliver(self, draft: Path, name: str, token: str) -> None:
-        """Bring what one rank wrote into the draft of another, if it is still one."""
+    def add_to_draft(self, draft: Path, name: str, token: str) -> None:
+        """Add the files of this rank to the draft of another, if it is not committed yet."""
 
     def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
-        """Add what one rank wrote to a committed checkpoint, and its record last; to no other save of that name."""
+        """Add the files of one rank to a committed checkpoint, and their record last; to no other save of that name."""
 
     def discard(self, draft: Path) -> None:
-        """Forget a draft."""
+        """Delete a draft."""
 
     def recover(self, name: str | None) -> None:
-        """Finish what an earlier process left of one name, or of the automatic names; delete nothing."""
+        """Complete interrupted commits of one name, or of the automatic names; delete nothing."""
 
-    def settle(self, name: str | None) -> None:
-        """Finish or clean what an earlier process left of one name, or of the automatic names."""
+    def clean_up(self, name: str | None) -> None:
+        """Complete interrupted commits of one name, or of the automatic names, and delete leftovers."""
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; it is none any more from the first moment."""
+        """Delete a checkpoint; it stops being one before its files are deleted."""
 
     def path(self, name: str) -> str | Path:
-        """Say where a checkpoint is."""
+        """Return the path of a checkpoint."""
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is something to load."""
+        """Tell whether there is a checkpoint to load."""
 
     def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
-        """Return a folder of this machine with the wanted files, what this rank has added, and the records."""
+        """Return a local folder with the wanted files, those that this rank has added, and the records."""
 
     def release(self, folder: Path) -> None:
-        """Give back what `fetch` returned."""
+        """Release the folder that `fetch` returned."""
 
     def found(self) -> list[Found]:
-        """Return everything that is or was meant to be a checkpoint, the oldest first."""
+        """Return all checkpoints, committed or not, the oldest first."""
 
 
 class LocalStore:
-    """Checkpoints as folders of one folder on a disk. See [Note: commit] in layout.py."""
+    """Checkpoints as subfolders of a folder on a disk. See [Note: commit] in layout.py."""
 
     is_shared = True
 
@@ -96,14 +96,14 @@ class LocalStore:
         self.folder = Path(folder)
 
     def draft(self, name: str, token: str) -> Path:
-        """Return the folder, made if it is not there yet."""
-        self._refuse_what_cannot_be_replaced(self.folder / name)
+        """Return the folder; create it if necessary."""
+        self._check_replaceable(self.folder / name)
         folder = self.folder / f"{name}.partial-{token}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def publish(self, draft: Path, name: str, token: str) -> None:
-        """Do nothing: everybody sees the folder."""
+        """Do nothing: all processes see the folder."""
 
     def discard(self, draft: Path) -> None:
         """Delete a draft; under another name, because another rank may be writing into it."""
@@ -124,7 +124,7 @@ class LocalStore:
         """Do nothing: it is the checkpoint itself."""
 
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
-        """Give a finished draft its record and then its name, in place of an older one if there is one."""
+        """Write the record into a finished draft and rename it, replacing an older checkpoint if there is one."""
         text = draft / COMMIT_FILE
         try:
             text.write_text(record.to_json(), encoding="utf-8")
@@ -134,60 +134,60 @@ class LocalStore:
         flush(text)
         flush(draft)
         target = self.folder / name
-        aside = self._aside(name, "replaced") if target.exists() else None
+        aside = self._renamed_path(name, "replaced") if target.exists() else None
         if aside is not None:
             target.rename(aside)
         try:
             draft.rename(target)
         except OSError:
-            if self._record(target)[0] is None:  # else somebody who looked gave it its name
+            if self._record(target)[0] is None:  # otherwise `recover` of another process renamed it
                 if aside is not None:
                     aside.rename(target)
                 raise
         flush(self.folder)
         if aside is not None:
-            self._clear(aside, name)
+            self._delete_replaced(aside, name)
 
-    def deliver(self, draft: Path, name: str, token: str) -> None:
-        """Copy the files that are not there, each of which appears when it is complete."""
+    def add_to_draft(self, draft: Path, name: str, token: str) -> None:
+        """Copy the files that are missing, each atomically."""
         target = self.folder / f"{name}.partial-{token}"
-        with suppress(FileNotFoundError):  # it has its name already
+        with suppress(FileNotFoundError):  # it is committed already
             for path in sorted(draft.rglob("*")):
                 file = path.relative_to(draft)
                 if path.is_dir():
                     (target / file).mkdir(exist_ok=True)
                 elif not (target / file).exists():
-                    with written_whole(target / file) as partial:
+                    with atomic_write(target / file) as partial:
                         shutil.copyfile(path, partial)
 
     def supplement(self, draft: Path, name: str, rank: int, record: CommitRecord) -> None:
-        """Copy the files, each of which appears when it is complete, then the record."""
+        """Copy the files, each atomically, then the record."""
         folder = self.folder / name
         record = added_only(record, self._record(folder)[0])
         try:
             for file in record.files:
                 for parent in reversed(Path(file).parents[:-1]):
                     (folder / parent).mkdir(exist_ok=True)
-                with written_whole(folder / file) as partial:
+                with atomic_write(folder / file) as partial:
                     shutil.copyfile(draft / file, partial)
             if record.files:
-                with written_whole(folder / supplement_file(rank)) as partial:
+                with atomic_write(folder / supplement_file(rank)) as partial:
                     partial.write_text(record.to_json(), encoding="utf-8")
                 flush(folder)
         except FileNotFoundError:
-            if folder.exists():  # else the run does not keep it any longer
+            if folder.exists():  # otherwise the run has deleted it by its total_limit
                 raise
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; it is no checkpoint any more from the first moment."""
-        aside = self._aside(name, "removed")
+        """Delete a checkpoint; it is renamed first, so that it is never incomplete."""
+        aside = self._renamed_path(name, "removed")
         (self.folder / name).rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
     def recover(self, name: str | None) -> None:
-        """Give its name to a draft that has its record, or else back to what it was to replace.
+        """Rename a draft that has its record, or else restore the checkpoint that it was to replace.
 
-        Nothing is deleted, because loading must not disturb a process that is saving.
+        Nothing is deleted, because a load must not disturb a process that saves.
         """
         for wanted in ("partial", "replaced"):
             for path, own_name, state in self._unfinished(name):
@@ -195,15 +195,15 @@ class LocalStore:
                 if state == wanted and not target.exists() and (state == "replaced" or self._record(path)[0]):
                     path.rename(target)
 
-    def settle(self, name: str | None) -> None:
-        """Finish what an earlier process left, and delete the rest.
+    def clean_up(self, name: str | None) -> None:
+        """Complete interrupted commits, and delete leftovers.
 
-        Only what belongs to one name is touched, or to the automatic names: other runs may work in this folder.
+        Only folders of one name, or of the automatic names, are touched: other runs may use this folder.
         """
         self.recover(name)
         for path, own_name, state in self._unfinished(name):
             if state == "replaced":
-                self._clear(path, own_name)
+                self._delete_replaced(path, own_name)
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -215,21 +215,21 @@ class LocalStore:
             if parts is not None and (iteration_of(parts[0]) is not None if name is None else parts[0] == name)
         ]
 
-    def _clear(self, replaced: Path, name: str) -> None:
-        """Delete a checkpoint that was replaced; what else was in its folder moves to the new one."""
+    def _delete_replaced(self, replaced: Path, name: str) -> None:
+        """Delete a checkpoint that was replaced; other files in its folder move to the new one."""
         record = self._record(replaced)[0]
         own = {file.split("/")[0] for file in record.files} if record is not None else set()
         with suppress(OSError):  # the new one is committed: the next save tries again
             for path in replaced.iterdir():
                 target = self.folder / name / path.name
-                is_ours = path.name in own or is_published(path.name) or ".partial-" in path.name
-                if not is_ours and not target.exists():
+                is_checkpoint_file = path.name in own or is_published(path.name) or ".partial-" in path.name
+                if not is_checkpoint_file and not target.exists():
                     path.rename(target)
-            aside = self._aside(name, "removed")
+            aside = self._renamed_path(name, "removed")
             replaced.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _refuse_what_cannot_be_replaced(self, target: Path) -> None:
+    def _check_replaceable(self, target: Path) -> None:
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is a file: name a folder")
         here = Path.cwd()
@@ -245,7 +245,7 @@ class LocalStore:
         return self.folder / name
 
     def found(self) -> list[Found]:
-        """Return everything here that is or was meant to be a checkpoint, the oldest first."""
+        """Return all checkpoints of the folder, committed or not, the oldest first."""
         everything: list[Found] = []
         for path in self._folders():
             on_its_way = unfinished(path.name)
@@ -270,17 +270,17 @@ class LocalStore:
         except (OSError, ValueError) as error:
             return None, str(error)
 
-    def _aside(self, name: str, state: str) -> Path:
+    def _renamed_path(self, name: str, state: str) -> Path:
         return self.folder / f"{name}.{state}-{uuid.uuid4().hex[:8]}"
 
 
 def added_only(record: CommitRecord, committed: CommitRecord | None) -> CommitRecord:
-    """Leave out the files that are part of the commit already; all of them if it is another save by now."""
+    """Remove the files that are part of the commit already; all of them if the commit is of another save."""
     if committed is None or committed.token != record.token:
         return replace(record, files={})
     return replace(record, files={file: facts for file, facts in record.files.items() if file not in committed.files})
 
 
 def is_written_by_1x(folder: Path) -> bool:
-    """Tell whether a folder without a record is a checkpoint of accelerate 1.x, which keeps none."""
+    """Tell whether a folder without a record is a checkpoint of accelerate 1.x, which writes none."""
     return (folder / random_states_file(0)).is_file() and not (folder / PROGRESS_FILE).exists()

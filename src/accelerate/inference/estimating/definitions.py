@@ -1,4 +1,4 @@
-"""Models without weights, by the name that people know them by: a folder, a config.json, the hub, or a function.
+"""Create models without weights from a folder, a config.json, a name on the hub, or a function.
 
 transformers, timm and huggingface_hub are imported on use.
 """
@@ -50,19 +50,19 @@ class NoBatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Where a definition is, and whose it is."""
+class _Definition:
+    """The location of a model definition, and its library."""
 
     library: str
     place: str
-    """A folder or a file, or a name that the library knows."""
+    """A folder or a file, or a name of the library."""
     contents: dict[str, Any]
 
 
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> nn.Module:
-    """Make a model on the meta device from a local folder, a local config.json, or a name on the hub."""
+    """Create a model on the meta device from a local folder, a local config.json, or a name on the hub."""
     found = _find(model_name, library_name, access_token)
     if found.library == "timm":
         return _timm_model(found)
@@ -70,7 +70,7 @@ def create_empty_model(
 
 
 def model_from_function(spec: str) -> nn.Module:
-    """Make a model on the meta device by a function of the working directory: `module:callable`."""
+    """Create a model on the meta device by a function of the working directory: `module:callable`."""
     model = on_meta(load_function(spec))
     if not isinstance(model, nn.Module):
         raise DefinitionError(f"{spec} returned a {type(model).__name__} and not a torch.nn.Module.")
@@ -78,7 +78,7 @@ def model_from_function(spec: str) -> nn.Module:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Import `module:callable`, the working directory first."""
+    """Import `module:callable`; the working directory comes first."""
     module_name, _, path = spec.partition(":")
     if not module_name or not path:
         raise DefinitionError(f"{spec!r} is not of the form module:callable.")
@@ -99,31 +99,31 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
-    """Call a function so that what it makes takes no memory."""
+    """Call a function whose tensors are created on the meta device."""
     try:
         with META:
             return make()
     except (RuntimeError, NotImplementedError):
-        # Some constructors read numbers from tensors they make. Then only parameters can do without memory.
+        # Some constructors read values of tensors they create. Then only parameters can be on meta.
         with init_empty_weights():
             return make()
 
 
-def _find(name: str, library: str | None, token: str | None) -> _Found:
+def _find(name: str, library: str | None, token: str | None) -> _Definition:
     path = Path(name)
     if path.exists():
         config = path / CONFIG if path.is_dir() else path
         if not config.is_file():
             raise DefinitionError(f"{path} has no {CONFIG}, so it does not say which model it is.")
-        return _of_config(config, library)
+        return _from_config(config, library)
     if library == "timm" and "/" not in name:
         if name in _package("timm").list_models():
-            return _Found("timm", name, {})
+            return _Definition("timm", name, {})
         raise DefinitionError(f"timm has no model {name!r}, and there is no such folder here. {_HELP}")
-    return _on_hub(name, library, token)
+    return _from_hub(name, library, token)
 
 
-def _of_config(config: Path, library: str | None) -> _Found:
+def _from_config(config: Path, library: str | None) -> _Definition:
     try:
         contents = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -138,10 +138,10 @@ def _of_config(config: Path, library: str | None) -> _Found:
             f"{config} has neither a model_type, as transformers writes it, nor an architecture, as timm does. "
             "Name the library with --library_name."
         )
-    return _Found(library, str(config), contents)
+    return _Definition(library, str(config), contents)
 
 
-def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
+def _from_hub(name: str, library: str | None, token: str | None) -> _Definition:
     hub = _package("huggingface_hub")
     try:
         cached = hub.try_to_load_from_cache(name, CONFIG)
@@ -150,7 +150,7 @@ def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
             f"There is no file or folder {name!r}, and no model on the hub can have this name."
         ) from None
     if isinstance(cached, str):
-        return _of_config(Path(cached), library)
+        return _from_config(Path(cached), library)
     try:
         info = hub.model_info(name, token=token)
     except hub.errors.GatedRepoError as error:
@@ -159,7 +159,7 @@ def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
         ) from error
     except hub.errors.RepositoryNotFoundError as error:
         raise DefinitionError(f"{name!r} is neither a file or folder here nor a model on the hub. {_HELP}") from error
-    except Exception as error:  # whatever a network can do
+    except Exception as error:  # any network error
         raise DefinitionError(
             f"{name!r} is no file or folder here, it is not in the hub's cache, and the hub, {hub.constants.ENDPOINT}, "
             f"could not be asked for it ({type(error).__name__}: {error}). {_HELP}"
@@ -171,8 +171,8 @@ def _on_hub(name: str, library: str | None, token: str | None) -> _Found:
             f"{' and '.join(LIBRARIES)}. Say which with --library_name, or use --model module:callable."
         )
     if library == "timm":
-        return _of_config(Path(hub.hf_hub_download(name, CONFIG, token=token)), library)
-    return _Found(library, name, {})
+        return _from_config(Path(hub.hf_hub_download(name, CONFIG, token=token)), library)
+    return _Definition(library, name, {})
 
 
 def _package(name: str) -> Any:
@@ -185,11 +185,11 @@ def _package(name: str) -> Any:
         ) from error
 
 
-def _transformers_model(found: _Found, trust_remote_code: bool, token: str | None) -> nn.Module:
+def _transformers_model(found: _Definition, trust_remote_code: bool, token: str | None) -> nn.Module:
     transformers = _package("transformers")
     if "auto_map" in found.contents and not trust_remote_code:
         raise DefinitionError(f"{found.place} brings code of its own. Run it with --trust_remote_code.")
-    # Code of a model's own lies beside its configuration, and only a folder or a name leads there.
+    # Custom code of a model is beside its config, and is found by a folder or a name only.
     place = str(Path(found.place).parent) if Path(found.place).name == CONFIG else found.place
     try:
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, token=token)
@@ -209,7 +209,7 @@ def _transformers_model(found: _Found, trust_remote_code: bool, token: str | Non
     return model
 
 
-def _timm_model(found: _Found) -> nn.Module:
+def _timm_model(found: _Definition) -> nn.Module:
     timm = _package("timm")
     contents = found.contents
     options = dict(contents.get("model_args") or {})
@@ -227,7 +227,7 @@ def _timm_model(found: _Found) -> nn.Module:
 
 
 def batch_from_function(spec: str, batch_size: int, sequence_length: int | None) -> Batch:
-    """Make a batch by a function of the working directory; it gets the sizes whose names it takes."""
+    """Create a batch by a function of the working directory, called with the sizes that its signature names."""
     function = load_function(spec)
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length or USUAL_LENGTH}
     taken = inspect.signature(function).parameters
@@ -236,7 +236,7 @@ def batch_from_function(spec: str, batch_size: int, sequence_length: int | None)
 
 
 def example_batch(model: nn.Module, batch_size: int, sequence_length: int | None = None) -> Batch:
-    """Make the batch that a model of transformers or timm learns from, with labels where its class says which."""
+    """Create a training batch for a model of transformers or timm, with labels if its class tells which."""
     config = getattr(model, "config", None)
     if hasattr(model, "main_input_name") and config is not None:
         return _transformers_batch(model, config, batch_size, sequence_length)
@@ -274,7 +274,7 @@ def _transformers_batch(model: Any, config: Any, batch_size: int, sequence_lengt
 
 
 def _labels(kind: str, main: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a model of some class needs to compute its loss."""
+    """Return the labels from which a model of this class computes its loss."""
     if kind.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Seq2SeqLM")):
         return {"labels": tokens} if main != "pixel_values" else {}
     if kind.endswith("ForTokenClassification"):
@@ -293,4 +293,4 @@ def _image(config: Any) -> tuple[int, int, int]:
         return channels, size, size
     if isinstance(size, (list, tuple)) and len(size) == 2:
         return channels, int(size[0]), int(size[1])
-    return channels, 224, 224  # models that take any size do not say one, and this is what they learn from
+    return channels, 224, 224  # models that accept any size name none, and this is the usual one

@@ -1,14 +1,14 @@
-"""How much memory a model takes: to answer, and to learn. Nothing is allocated and nothing is printed.
+"""Estimate the memory of a model for inference and training. Nothing is allocated and nothing is printed.
 
-Weights, gradients and the optimizer's state are counted, to the byte. What a batch takes is measured: the model runs on
-fake tensors, which have shapes and dtypes and no numbers, while autograd tells what it keeps.
+Weights, gradients and optimizer state are counted exactly. The memory of a batch is measured: the model runs on fake
+tensors, which have shapes and dtypes but no values, while a hook records the tensors that autograd saves.
 
 [Note: what is in a training step]
 Parameters are stored in one format and computed in another one. `float32` does both in fp32. In mixed precision the
-parameters, their gradients and Adam's two averages stay in fp32, and autocast makes a copy of the weights in 16 bits
-that lives as long as the graph does. `pure` means that nothing is kept in fp32. The total is the sum of all parts. Not
-all of them are at their largest in the same moment, so that it is a bound from above, except for the gradients of
-activations, the workspaces of kernels and what an allocator holds back.
+parameters, their gradients and Adam's two moments stay in fp32, and autocast makes a 16-bit copy of the weights that
+lives as long as the graph. `pure` means that nothing is kept in fp32. The total is the sum of all parts. They do not
+all peak at the same time, so it is an upper bound, except for the gradients of activations, the workspaces of kernels
+and memory that the allocator caches.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from ..tensors import get_non_persistent_buffers
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = (*FLOATS, "int8", "int4")
-_STEP = torch.float32.itemsize
-"""Adam counts the steps of each parameter in a tensor of its own."""
-_GATHERED_BLOCKS = 2  # the one that computes, and the next one, which is fetched meanwhile
+_STEP_BYTES = torch.float32.itemsize
+"""Adam has a step tensor for each parameter."""
+_GATHERED_BLOCKS = 2  # the one that computes, and the next one, which is prefetched
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a model is called with."""
+    """The arguments of a call of the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Any) -> Batch:
-        """Read a tensor as one argument, a tuple or a list as arguments, and a mapping as keywords."""
+        """Convert a tensor to one argument, a tuple or a list to arguments, and a mapping to keywords."""
         if isinstance(value, Batch):
             return value
         if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ Loss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How a model lies on processes: a copy on each, or with `fsdp` a share of every parameter."""
+    """The distribution of a model over processes: a copy on each, or with `fsdp` a shard of every parameter."""
 
     processes: int = 1
     fsdp: bool = False
@@ -70,56 +70,56 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """Bytes of one process that answers."""
+    """Bytes of one process for inference."""
 
     weights: int
     gathered: int
-    """Of a sharded model, what is whole at one time."""
+    """The parameters of a sharded model that are gathered at one time."""
     forward: int | None
-    """The most that the forward pass has at one time, its batch and outputs included; None if not measured."""
+    """The peak of the forward pass, including the batch and outputs; None if not measured."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.gathered + (self.forward or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Bytes of one process that learns."""
+    """Bytes of one process for training."""
 
     stored_in: str
     computed_in: str
     weights: int
     gradients: int
     optimizer: int
-    """Adam's: two averages and a count of steps per parameter."""
+    """Adam: two moments and a step tensor per parameter."""
     activations: int | None
-    """What autograd keeps for the backward pass, the batch included; None if not measured."""
+    """Tensors saved for the backward pass, including the batch; None if not measured."""
     copies: int | None
-    """Weights that autocast has converted; None if not measured."""
+    """Weights that autocast has cast; None if not measured."""
     communication: int
-    """Buckets of DDP, or what FSDP has gathered."""
+    """Buckets of DDP, or gathered parameters and gradients of FSDP."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         counted = self.weights + self.gradients + self.optimizer + self.communication
         return counted + (self.activations or 0) + (self.copies or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a model takes in one format."""
+    """The memory of a model in one format."""
 
     dtype: str
     largest_layer: int
     largest_layer_name: str
     inference: Inference
     training: Training | None
-    """None for the formats that are for inference."""
+    """None for formats that are for inference only."""
     left_out: str | None = None
-    """Why what a batch takes was not measured."""
+    """Why the memory of a batch was not measured."""
 
 
 def estimate(
@@ -131,10 +131,10 @@ def estimate(
     spread: Spread = Spread(),  # noqa: B008
     pure: bool = False,
 ) -> Estimate:
-    """Say what a model takes in a format, on each process. It may be on the meta device, and is left as it was.
+    """Estimate the memory of a model in a format, per process. It may be on the meta device, and is not changed.
 
-    Without a batch what a batch takes is left out. `loss` gets the outputs and the batch; by default it is the loss
-    that the model returns, or else a mean of the outputs.
+    Without a batch the memory of activations is omitted. `loss` is called with the outputs and the batch; by default it
+    is the loss that the model returns, or else a mean of the outputs.
     """
     if dtype not in FORMATS:
         raise ValueError(f"dtype={dtype!r} is unknown: choose one of {', '.join(FORMATS)}.")
@@ -147,17 +147,19 @@ def estimate(
     forward = saved = copies = None
     problems = [] if batch is not None else ["no batch was given"]
     if batch is not None:
-        with _honestly(problems):
+        with _recording_problems(problems):
             forward = forward_peak(model, batch, computed_in)
     if batch is not None and dtype in FLOATS:
         autocast = computed_in if computed_in != stored_in and not spread.fsdp else None
         run_in = stored_in if autocast is not None else computed_in  # FSDP casts what it gathers
-        with _honestly(problems):
+        with _recording_problems(problems):
             saved, copies = saved_for_backward(model, batch, run_in, loss=loss, autocast=autocast)
     training = None
     if dtype in FLOATS:
         training = replace(
-            _training(_Sizes(model, _name(stored_in)), _Sizes(model, dtype), spread), activations=saved, copies=copies
+            _training(_Sizes(model, _dtype_name(stored_in)), _Sizes(model, dtype), spread),
+            activations=saved,
+            copies=copies,
         )
     return Estimate(
         dtype=dtype,
@@ -172,8 +174,8 @@ def estimate(
 
 
 @contextmanager
-def _honestly(problems: list[str]) -> Iterator[None]:
-    """Note why a model was not measured: its own code runs on what it may not like. torch's report is silenced."""
+def _recording_problems(problems: list[str]) -> Iterator[None]:
+    """Record why a model could not be measured: its code may not run on fake tensors. Logs of torch are silenced."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -192,7 +194,7 @@ def _training(stored: _Sizes, computed: _Sizes, spread: Spread) -> Training:
     if spread.processes == 1:
         communication = 0
     elif spread.fsdp:
-        # A unit's gradients are whole, in the format of the stored parameters, when they are reduced.
+        # The gradients of a unit are unsharded, in the storage dtype, when they are reduced.
         communication = computed.gathered(spread) + max(stored.units(), default=stored.share(Spread()))
     else:
         communication = gradients  # DDP's buckets are as large as the gradients
@@ -201,14 +203,14 @@ def _training(stored: _Sizes, computed: _Sizes, spread: Spread) -> Training:
         computed_in=computed.dtype,
         weights=stored.share(spread),
         gradients=gradients,
-        optimizer=2 * gradients + _STEP * len(trained),
+        optimizer=2 * gradients + _STEP_BYTES * len(trained),
         activations=None,
         copies=None,
         communication=communication,
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -216,7 +218,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class _Sizes:
-    """The bytes of a model's tensors in a format; what is tied counts once."""
+    """The bytes of the tensors of a model in a format; tied tensors count once."""
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
         self.model = model
@@ -237,14 +239,14 @@ class _Sizes:
         return tensor.numel() * FLOATS.get(self.dtype, torch.float16).itemsize
 
     def shard(self, param: Tensor, spread: Spread) -> int:
-        """Return the bytes of a process's part of a parameter: rows, padded to be equally many everywhere."""
+        """Return the bytes of the shard of a parameter: rows, padded to the same number on all ranks."""
         if not spread.fsdp or spread.processes == 1:
             return self.whole(param)
         rows = param.shape[0] if param.dim() else 1
         return -(-rows // spread.processes) * (self.whole(param) // max(rows, 1))
 
     def share(self, spread: Spread) -> int:
-        """Return the bytes that one process has of the model; buffers are whole everywhere."""
+        """Return the bytes of the model on one process; buffers are not sharded."""
         params = sum(self.shard(param, spread) for param in self.model.parameters())
         return params + sum(self.whole(buffer) for buffer in self.model.buffers())
 
@@ -253,12 +255,12 @@ class _Sizes:
         return [sum(self.whole(param) for param in block.parameters()) for block in blocks_of(self.model)]
 
     def gathered(self, spread: Spread) -> int:
-        """Return the bytes of the parameters that FSDP has whole at one time."""
+        """Return the bytes of the parameters that FSDP has gathered at one time."""
         if spread.processes == 1:
             return 0
         units = sorted(self.units(), reverse=True)
         total = sum(self.whole(param) for param in self.model.parameters())
-        outside = total - sum(units)  # the model's own unit is kept from its first use to its last
+        outside = total - sum(units)  # the root unit stays gathered from its first use to its last
         return outside + sum(units[:_GATHERED_BLOCKS]) if spread.reshard_after_forward else total
 
     def layers(self) -> Iterator[tuple[str, int]]:
@@ -277,10 +279,10 @@ class _Sizes:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats: as it names them itself, or those in its lists."""
+    """Return the repeated blocks of a model: those that it names, or those in its module lists."""
     try:
         found = units_of(model, FullyShardedDataParallelPlugin(auto_wrap_policy=None))
-    except ValueError:  # it names classes that it does not have
+    except ValueError:  # it names classes of which it has no modules
         found = blocks_in_lists(model)
     inner = {id(part) for block in found for part in block.modules() if part is not block}
     return [block for block in found if id(block) not in inner]
@@ -297,11 +299,11 @@ def saved_for_backward(
     loss: Loss | None = None,
     autocast: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """Return the bytes that autograd keeps of a forward pass, and those of the weights that autocast converted."""
+    """Return the bytes that autograd saves in a forward pass, and those of the weights that autocast cast."""
     try:
         return _saved(model, batch, dtype, loss, autocast, training=True)
     except DataDependentOutputException:
-        # Layers that are dropped at random ask for a number. Without any dropout the model is at its largest but for
+        # Stochastic depth reads the value of a tensor. Without any dropout the model has its largest size except for
         # the masks, which are small.
         return _saved(model, batch, dtype, loss, autocast, training=False)
 
@@ -309,44 +311,44 @@ def saved_for_backward(
 def _saved(
     model: nn.Module, batch: Batch, dtype: torch.dtype, loss: Loss | None, autocast: torch.dtype | None, training: bool
 ) -> tuple[int, int]:
-    with _without_numbers(model, batch, dtype) as called, _mode(model, training=training):
+    with _with_fake_tensors(model, batch, dtype) as called, _training_mode(model, training=training):
         cast = torch.autocast("cpu", autocast) if autocast is not None else nullcontext()
-        with _Conversions(model) as conversions, _kept_by_autograd() as kept:
+        with _CastParameters(model) as casts, _kept_by_autograd() as kept:
             with cast:
                 outputs = model(*called.args, **called.kwargs)
             if autocast is not None:
                 outputs = recursively_apply(_as_fp32, outputs)
             result = (loss or default_loss)(outputs, called)
-        own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        own = {_storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         sizes = {key: storage.nbytes() for key, storage in kept.items() if key not in own}
-        copies = sum(size for key, size in sizes.items() if key in conversions.storages)
-        del result  # until here it kept the graph
+        copies = sum(size for key, size in sizes.items() if key in casts.storages)
+        del result  # it keeps the graph alive until here
         return sum(sizes.values()) - copies, copies
 
 
 def forward_peak(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.float32) -> int:
-    """Return the most bytes that a forward pass without gradients has at one time, besides the model's own."""
-    with _without_numbers(model, batch, dtype) as called, _mode(model, training=False), torch.no_grad():
-        tensors = [leaf for leaf in leaves([called.args, called.kwargs]) if _is(leaf)]
-        given: dict[int, int] = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        with _Live(ignored={*own, *given}) as live:
+    """Return the peak bytes of a forward pass without gradients, beside those of the model."""
+    with _with_fake_tensors(model, batch, dtype) as called, _training_mode(model, training=False), torch.no_grad():
+        tensors = [leaf for leaf in leaves([called.args, called.kwargs]) if _is_tensor(leaf)]
+        given: dict[int, int] = {_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        own = {_storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        with _LiveMemory(ignored={*own, *given}) as live:
             model(*called.args, **called.kwargs)
         return sum(given.values()) + int(live.peak)
 
 
 def default_loss(outputs: Any, batch: Batch) -> Tensor:
-    """Return the loss that a model returned, or else a number that needs all of its outputs."""
+    """Return the loss that a model returned, or else a scalar that depends on all of its outputs."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
-    numbers = [leaf.float().mean() for leaf in leaves(outputs) if _is(leaf) and leaf.is_floating_point()]
+    numbers = [leaf.float().mean() for leaf in leaves(outputs) if _is_tensor(leaf) and leaf.is_floating_point()]
     if not numbers:
         raise ValueError("the model returned no tensor of floating-point numbers")
     return torch.stack(numbers).sum()
 
 
-def _is(leaf: Any) -> bool:
+def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
@@ -354,41 +356,41 @@ def _as_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _memory(tensor: Tensor) -> int:
-    """Identify the memory that a tensor looks at."""
+def _storage_id(tensor: Tensor) -> int:
+    """Return an id of the storage of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
 def _kept_by_autograd() -> Iterator[dict[int, Any]]:
-    """Collect the memory that autograd keeps. A storage is held, so that no later one takes its address."""
+    """Collect the storages that autograd saves. They are kept alive, so that no later one reuses an id."""
     storages: dict[int, Any] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storages.setdefault(_memory(tensor), tensor.untyped_storage())
+        storages.setdefault(_storage_id(tensor), tensor.untyped_storage())
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         yield storages
 
 
-class _Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remember the memory of parameters in another dtype."""
+class _CastParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record the storages of parameters that are cast to another dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.params = {_memory(param) for param in model.parameters()}
+        self.params = {_storage_id(param) for param in model.parameters()}
         self.storages: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and _memory(args[0]) in self.params:
-            self.storages[_memory(result)] = result.untyped_storage()
+        if func is torch.ops.aten._to_copy.default and _storage_id(args[0]) in self.params:
+            self.storages[_storage_id(result)] = result.untyped_storage()
         return result
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follow how much memory tensors have that were made inside."""
+class _LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Track the memory of tensors that are created inside the mode, and its peak."""
 
     def __init__(self, ignored: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -400,29 +402,29 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for leaf in leaves(result):
             if isinstance(leaf, Tensor):
-                self._note(leaf)
+                self._track(leaf)
         return result
 
-    def _note(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _memory(tensor)
+    def _track(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _storage_id(tensor)
         if key in self.known:
             return
         size = storage.nbytes()
 
-        def forget(_: Any) -> None:
+        def on_free(_: Any) -> None:
             self.known.discard(key)
             self.references.pop(key, None)
             self.now -= size
 
         self.known.add(key)
-        self.references[key] = weakref.ref(storage, forget)
+        self.references[key] = weakref.ref(storage, on_free)
         self.now += size
         self.peak = max(self.peak, self.now)
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set dropout and its like for a while."""
+def _training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Set the training mode inside the block."""
     before = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -433,11 +435,10 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_numbers(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Iterator[Batch]:
-    """Give a model and a batch fake tensors in place of their own, floating-point ones in a format, for a while.
+def _with_fake_tensors(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Iterator[Batch]:
+    """Replace the tensors of a model and a batch by fake ones inside the block, floating-point ones in a dtype.
 
-    They say that they are on the CPU and not on the meta device: only there do autocast and attention take the ways
-    that they take with numbers.
+    Their device is the CPU and not meta, because autocast and attention take other code paths on meta.
     """
     fakes: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -459,7 +460,7 @@ def _without_numbers(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Iter
 
 @contextmanager
 def _replaced(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Put what a function makes of them in the place of all tensors of a model, those in plain attributes too."""
+    """Replace all tensors of a model by the results of a function, including those in plain attributes."""
     places: list[tuple[dict[str, Any], str, Any]] = [
         (place, name, value)
         for module in model.modules()

@@ -1,1 +1,1 @@
-"""Weights on the host or on disk, and hooks that bring them to the device. Start with `hooks`."""
+"""Weights in host memory or on disk, and hooks that load them to the device. Start with `hooks`."""

@@ -1,6 +1,6 @@
-"""Hooks around a module's forward pass: they move what it needs to where it is computed, and put it away again.
+"""Hooks around the forward pass of a module: they load its weights and inputs to a device, and offload them again.
 
-A hook lives in `module._hf_hook`; the forward pass it surrounds is kept as `module._old_forward`.
+A hook is stored as `module._hf_hook`, and the original forward pass as `module._old_forward`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ...runtime.devices.device import clear_device_cache, default_device, is_cpu
 from ...runtime.modules import owner_of
 from ..tensors import (
     META,
-    READ_THEIR_CHILDREN,
+    READS_CHILD_WEIGHTS,
     Device,
     TiedTensors,
-    all_names_of_tensors,
     as_device,
     as_parameter,
     named_module_tensors,
+    named_tensors_with_duplicates,
     set_module_tensor_to_device,
+    tensors_with,
 )
 from .streaming import Layer, WeightStream
 from .weights import PrefixedDataset
@@ -34,28 +35,28 @@ _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa
 
 
 class ModelHook:
-    """What can be done around a forward pass; each method leaves everything as it is."""
+    """The base class of hooks around a forward pass; its methods change nothing."""
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Be told of the module when the hook is added to it."""
+        """Prepare the module when the hook is added to it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that the forward pass will get."""
+        """Return the arguments for the forward pass."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the output that the caller will get."""
+        """Return the output for the caller."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Leave the module as it was."""
+        """Restore the module when the hook is removed."""
         return module
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Put away what `pre_forward` brought, because `post_forward` will not be called."""
+        """Undo `pre_forward`, because `post_forward` will not be called."""
 
 
 class SequentialHook(ModelHook):
@@ -65,19 +66,19 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Tell each hook."""
+        """Initialise each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the arguments from hook to hook."""
+        """Pass the arguments through all hooks."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hand the output from hook to hook."""
+        """Pass the output through all hooks."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
@@ -89,13 +90,13 @@ class SequentialHook(ModelHook):
         return module
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Tell each hook."""
+        """Undo `pre_forward` of each hook."""
         for hook in self.hooks:
             hook.forward_failed(module)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook around the forward pass of a module, instead of the one that is there or, with `append`, after it."""
+    """Run a hook around the forward pass of a module, in place of its current hook or, with `append`, after it."""
     present = getattr(module, "_hf_hook", None)
     module = hook.init_hook(module)
     if append and present is not None:
@@ -110,7 +111,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """Return what a module's forward pass is: of a traced one, whatever `recompile()` has made of its class by then."""
+    """Return the forward pass of a module; for a traced one it follows later calls of `recompile()`."""
     if isinstance(module, GraphModule) and "forward" not in vars(module):
         return functools.update_wrapper(functools.partial(_forward_of_class, module), module.forward)
     return module.forward
@@ -138,7 +139,7 @@ def _forward_with_hook(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off a module, and with `recurse` off all modules in it; weights that were away come back."""
+    """Remove the hook of a module, and with `recurse` those of its submodules; offloaded weights are loaded."""
     hook: Any = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
@@ -159,7 +160,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules in it."""
+    """Remove the hooks of a module and its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
@@ -167,11 +168,11 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring inputs and weights to the device a module computes on.
+    """Move inputs and weights to the device on which a module computes.
 
-    With `offload` the weights are elsewhere, in `weights_map`, and come for the forward pass only; otherwise they are
-    moved once. `io_same_device` returns the output to where the input was. `place_submodules` is for all that is in the
-    module, not only for its own tensors. Arguments named in `skip_keys` are not moved.
+    With `offload` the weights are in `weights_map` and are loaded for the forward pass only; otherwise they are moved
+    once. `io_same_device` returns the output to the device of the input. `place_submodules` includes the tensors of all
+    submodules, not only the direct ones. Arguments named in `skip_keys` are not moved.
     """
 
     def __init__(
@@ -196,12 +197,12 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
-        """Weights that stay, because a module that is tied to this one has them on the same device."""
+        """Weights that are not loaded, because a tied module keeps them on the same device."""
         self.tied_params_map = tied_params_map
         self._layer: Layer | None = None
         self._stream: WeightStream | None = None
-        self._away: list[tuple[dict[str, Any], str, Tensor]] = []
-        """While the weights are here: whose they are, their name, and what stands for them otherwise."""
+        self._placeholders: list[tuple[dict[str, Any], str, Tensor]] = []
+        """While the weights are loaded: the dictionary and the name of each, and its tensor on meta."""
         self._depth = 0
 
     def __repr__(self) -> str:
@@ -209,15 +210,15 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the weights to the device, or away."""
+        """Move the weights to the device, or offload them."""
         if self.execution_device is not None and as_device(self.execution_device) == META:
             self.tied_params_map = None
         if not self.offload:
             if self.execution_device is not None:
-                for name, _ in all_names_of_tensors(module, recurse=self.place_submodules):
+                for name, _ in named_tensors_with_duplicates(module, recurse=self.place_submodules):
                     self._set(module, name, self.execution_device)
             return module
-        tensors = all_names_of_tensors(module, recurse=self.place_submodules)
+        tensors = named_tensors_with_duplicates(module, recurse=self.place_submodules)
         self.original_devices = {name: tensor.device for name, tensor in tensors}
         offloaded = self._offloaded(module)
         if self.weights_map is None:
@@ -235,24 +236,26 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        return all_names_of_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        return named_tensors_with_duplicates(
+            module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
+        )
 
     def _set(self, module: nn.Module, name: str, device: Device, value: Tensor | None = None) -> None:
         tied = self.tied_params_map
         set_module_tensor_to_device(module, name, device, value, tied_params_map=tied, clear_cache=False)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights and the arguments."""
+        """Load the weights, and move the arguments."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
-            self._bring(module)
+            self._load_weights(module)
         if self.execution_device is None:
             return args, kwargs
         device = as_device(self.execution_device)
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
-    def _bring(self, module: nn.Module) -> None:
+    def _load_weights(self, module: nn.Module) -> None:
         if self._depth:  # the module calls itself
             self._depth += 1
             return
@@ -260,23 +263,23 @@ class AlignDevicesHook(ModelHook):
         layer = self._current_layer(module)
         weights = layer.load(device) if self._stream is None else self._stream.fetch(layer, device)
         self._depth = 1
-        here: dict[int, Tensor] = {}  # what is tied within the module comes once
+        moved: dict[int, Tensor] = {}  # tied weights within the module are moved once
         for name, value in weights.items():
             owner, own_name = owner_of(module, name)
-            store: dict[str, Any] = owner._buffers if own_name in owner._buffers else owner._parameters
-            away = store[own_name]
+            store = tensors_with(owner, own_name)
+            placeholder = store[own_name]
             if name in self.tied_params_names:
                 continue
-            if id(value) not in here:
-                here[id(value)] = value.detach().to(device, non_blocking=True)
-            placed = here[id(value)]
-            self._away.append((store, own_name, away))
+            if id(value) not in moved:
+                moved[id(value)] = value.detach().to(device, non_blocking=True)
+            placed = moved[id(value)]
+            self._placeholders.append((store, own_name, placeholder))
             if store is owner._parameters and not isinstance(placed, nn.Parameter):
-                placed = here[id(value)] = as_parameter(placed, like=away)
+                placed = moved[id(value)] = as_parameter(placed, like=placeholder)
             store[own_name] = placed
 
     def _current_layer(self, module: nn.Module) -> Layer:
-        """Return the layer; other libraries give a hook other weights, or a module other parameters."""
+        """Return the layer; make a new one if another library has replaced the weights or the parameters."""
         layer = self._layer
         names = [name for name, _ in self._offloaded(module) if name not in self.tied_params_names]
         if layer is None or layer.weights is not self.weights_map or list(layer.dtypes) != names:
@@ -286,25 +289,25 @@ class AlignDevicesHook(ModelHook):
         return layer
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the weights away, and the output where the input was."""
+        """Offload the weights, and move the output to the device of the input."""
         self.forward_failed(module)
         if self.io_same_device and self.input_device is not None:
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Put the weights away."""
+        """Offload the weights."""
         if self._depth:
             self._depth -= 1
-        if self._depth == 0 and self._away:
-            for store, name, away in self._away:
-                store[name] = away
-            self._away.clear()
+        if self._depth == 0 and self._placeholders:
+            for store, name, placeholder in self._placeholders:
+                store[name] = placeholder
+            self._placeholders.clear()
             if self._layer is not None:
-                self._layer.let_go()
+                self._layer.release()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Bring back for good what was in the module when the hook was added."""
+        """Load the weights that the module had when the hook was added."""
         if self.offload:
             for name, device in self.original_devices.items():
                 owner, own_name = owner_of(module, name)
@@ -318,7 +321,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _wanted_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype that a stored weight must take; quantised ones have their own way of being stored."""
+    """Return the dtype for a stored weight, or None for quantised weights, which are not converted."""
     return tensor.dtype if type(tensor) in (Tensor, nn.Parameter) else None
 
 
@@ -329,12 +332,12 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let every module that has weights and no hook bring its inputs to a device."""
+    """Attach a hook that moves the inputs to a device to every module with weights and without a hook."""
     if not hasattr(module, "_hf_hook") and next(module.parameters(), next(module.buffers(), None)) is not None:
         add_hook_to_module(
             module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         )
-    if _comes_whole(module, preload_module_classes):
+    if _is_preloaded(module, preload_module_classes):
         return
     for child in module.children():
         attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
@@ -351,13 +354,13 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let every module that holds tensors bring them for its own forward pass.
+    """Attach a hook that loads the weights for the forward pass to every module with direct tensors.
 
-    Modules of `preload_module_classes` bring all that is in them at once.
+    Modules of `preload_module_classes` load the weights of all their submodules at once.
     """
-    preload = offload and _comes_whole(module, preload_module_classes)
+    preload = offload and _is_preloaded(module, preload_module_classes)
     has_tensors = next(named_module_tensors(module, recurse=preload), None) is not None
-    if has_tensors and not _brings_from(module, weights_map):
+    if has_tensors and not _loads_from(module, weights_map):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
@@ -385,12 +388,12 @@ def attach_align_device_hook(
         )
 
 
-def _comes_whole(module: nn.Module, preload_module_classes: list[str] | None) -> bool:
-    return type(module).__name__ in (preload_module_classes or ()) or isinstance(module, READ_THEIR_CHILDREN)
+def _is_preloaded(module: nn.Module, preload_module_classes: list[str] | None) -> bool:
+    return type(module).__name__ in (preload_module_classes or ()) or isinstance(module, READS_CHILD_WEIGHTS)
 
 
-def _brings_from(module: nn.Module, weights_map: Mapping[str, Any] | None) -> bool:
-    """Tell whether a module has its hook already, under another of its names."""
+def _loads_from(module: nn.Module, weights_map: Mapping[str, Any] | None) -> bool:
+    """Tell whether a module already has a hook for these weights, under another of its names."""
     hook = getattr(module, "_hf_hook", None)
     maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]
     return any(isinstance(one, PrefixedDataset) and one.dataset is weights_map for one in maps)
@@ -407,44 +410,44 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Attach hooks to the modules that a device map names: `execution_device` and `offload` by name, or for all.
+    """Attach hooks to the modules of a device map: `execution_device` and `offload` are given by name, or for all.
 
-    Names of tensors are allowed for those that a module with children holds itself. Such a module computes with its own
-    tensors and with what its children return, so these return their outputs to where their inputs were.
+    Names of direct tensors of a module with children are allowed. Such a module computes with its tensors and with the
+    outputs of its children, so the children return their outputs to the device of their inputs.
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
-    away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    options = _BlockOptions(devices, away, weights_map, offload_buffers, skip_keys, preload_module_classes)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    options = _BlockOptions(devices, offloaded, weights_map, offload_buffers, skip_keys, preload_module_classes)
     options.tied_params_map = tied_params_map
     _attach_to_block(module, module_name, module_name == "", options)
 
 
 class _BlockOptions:
-    """What all blocks of a model have in common."""
+    """The options that all blocks of a model share."""
 
     tied_params_map: TiedTensors | None = None
 
     def __init__(
         self,
         devices: Mapping[str, Any],
-        away: Mapping[str, bool],
+        offloaded: Mapping[str, bool],
         weights_map: Mapping[str, Any] | None,
         offload_buffers: bool,
         skip_keys: str | list[str] | None,
         preload_module_classes: list[str] | None,
     ) -> None:
-        self.devices, self.away = devices, away
+        self.devices, self.offloaded = devices, offloaded
         self.weights_map, self.offload_buffers = weights_map, offload_buffers
         self.skip_keys, self.preload_module_classes = skip_keys, preload_module_classes
 
 
 def _attach_to_block(module: nn.Module, name: str, returns: bool, options: _BlockOptions) -> None:
-    """Hook a block, or look for blocks in it; `returns` sends its output to where its input was."""
+    """Attach hooks to a block, or to the blocks in it; `returns` moves its output to the device of its input."""
     dot = f"{name}." if name else ""
     common: dict[str, Any] = {"skip_keys": options.skip_keys, "tied_params_map": options.tied_params_map}
-    if name in options.devices and name in options.away:
+    if name in options.devices and name in options.offloaded:
         device = options.devices[name]
-        if options.away[name]:
+        if options.offloaded[name]:
             attach_align_device_hook(
                 module,
                 device,
@@ -464,23 +467,27 @@ def _attach_to_block(module: nn.Module, name: str, returns: bool, options: _Bloc
                 module, device, options.skip_keys, options.preload_module_classes, options.tied_params_map
             )
         if returns:
-            _let_it_return(module, device)
+            _return_to_input_device(module, device)
         return
     own = [dot + tensor_name for tensor_name, _ in named_module_tensors(module)]
     own = [tensor_name for tensor_name in own if tensor_name in options.devices]
     if own:
-        device, is_away = options.devices[own[0]], options.away.get(own[0], False)
-        weights = PrefixedDataset(options.weights_map, dot) if is_away and options.weights_map is not None else None
-        hook = AlignDevicesHook(device, is_away, weights_map=weights, offload_buffers=options.offload_buffers, **common)
+        device, is_offloaded = options.devices[own[0]], options.offloaded.get(own[0], False)
+        weights = (
+            PrefixedDataset(options.weights_map, dot) if is_offloaded and options.weights_map is not None else None
+        )
+        hook = AlignDevicesHook(
+            device, is_offloaded, weights_map=weights, offload_buffers=options.offload_buffers, **common
+        )
         add_hook_to_module(module, hook, append=True)
     for child_name, child in module.named_children():
         _attach_to_block(child, dot + child_name, bool(own), options)
     if returns:
-        _let_it_return(module, options.devices.get(name))
+        _return_to_input_device(module, options.devices.get(name))
 
 
-def _let_it_return(module: nn.Module, device: Device | None) -> None:
-    """Send a module's output to where its input was, by the hook it has or by one that does only this."""
+def _return_to_input_device(module: nn.Module, device: Device | None) -> None:
+    """Return the output of a module to the device of its input, by its hook or by a new one."""
     hook: Any = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", [hook]):
         if isinstance(one, AlignDevicesHook):
@@ -494,7 +501,7 @@ def _let_it_return(module: nn.Module, device: Device | None) -> None:
 
 
 class CpuOffload(ModelHook):
-    """Keep a whole model on the CPU and bring it for its forward pass, after which it stays until it is sent back."""
+    """Keep a whole model on the CPU and move it to the device for its forward pass; it stays there until offloaded."""
 
     def __init__(
         self,
@@ -505,11 +512,11 @@ class CpuOffload(ModelHook):
         self.execution_device = default_device() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Send the model to the CPU."""
+        """Move the model to the CPU."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Send the previous model back and bring this one."""
+        """Offload the previous model, and move this one to the device."""
         if self.prev_module_hook is not None and isinstance(self.prev_module_hook, UserCpuOffloadHook):
             previous = self.prev_module_hook.model
             if previous is not module and not all(is_cpu(p.device) for p in previous.parameters()):
@@ -521,18 +528,18 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A model and its `CpuOffload`, for whoever calls the models of a pipeline one after the other."""
+    """A model and its `CpuOffload`, for pipelines that call their models one after the other."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to the CPU."""
+        """Move the model to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook of the model."""
         remove_hook_from_module(self.model)
 
 
@@ -545,19 +552,19 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Begin in the dtype of storage."""
+        """Convert the layer to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Change to the dtype of computing."""
+        """Convert the layer to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Change back."""
+        """Convert the layer to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Change back."""
+        """Convert the layer to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

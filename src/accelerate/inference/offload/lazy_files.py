@@ -23,7 +23,7 @@ class LazyModelFiles:
             self.names |= dict.fromkeys(file.names(), file)
 
     def read(self, name: str) -> Tensor:
-        """Return a copy of a tensor; nothing else of its file is kept in memory."""
+        """Return a copy of a tensor; nothing else of its file stays in memory."""
         shown = self.names[name].view(name)
         copy = torch.empty(shown.shape, dtype=shown.dtype)
         self.names[name].read_into(name, copy)

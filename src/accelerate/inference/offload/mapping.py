@@ -1,15 +1,15 @@
-"""Files mapped into memory: tensors that are read when they are used, and given back without being copied.
+"""Memory-mapped files: tensors that are read on use, and released without a copy.
 
 [Note: mapped memory]
-A mapped tensor is a window onto the file. Its pages belong to the kernel's page cache: reading them again costs no disk
-access as long as the machine has memory to spare, and the kernel takes them back when it has not. Three calls steer it:
+A mapped tensor is a view of the file. Its pages belong to the page cache of the kernel: reading them again needs no
+disk access while memory is free, and the kernel evicts them when it is not. Three functions control this:
 
-- `bring` asks for the pages of a tensor, from a thread that has nothing else to do, so that computing meets no page
-  that is missing. Where the kernel cannot be asked (before Linux 5.14, other systems), touching each page does it.
-- `let_go` says that a tensor will not be used for a while, so that it does not count as this process's memory.
-- `read_into` reads without mapping, straight to where the numbers are wanted.
+- `prefetch_pages` loads the pages of a tensor in a background thread, so that computation causes no page faults. Where
+  the kernel has no such call (before Linux 5.14, other systems), it touches each page.
+- `release_pages` drops the pages of a tensor from this process, so that they do not count as its memory.
+- `read_into` reads without mapping, directly into the target.
 
-The mapping is private: writing to a tensor changes a copy of its page, never the file, until `let_go` forgets it.
+The mapping is private: writing to a tensor changes a copy of its page, never the file, until `release_pages` drops it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch import Tensor
 
 from ...checkpoint.formats.codec import THREADS
 
-_DONT_NEED = 4
-_POPULATE_READ = 22
-_HUGE_PAGES = 14
+_MADV_DONTNEED = 4
+_MADV_POPULATE_READ = 22
+_MADV_HUGEPAGE = 14
 _PAGE = mmap.PAGESIZE
 _PIECE = 1 << 23
 
 
 class MappedFile:
-    """A file whose tensors are views of it."""
+    """A file whose tensors are views of the mapping."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -46,7 +46,7 @@ class MappedFile:
 
     @property
     def bytes(self) -> Tensor:
-        """The whole file; mapped when it is first asked for."""
+        """The whole file; mapped on first use."""
         if self._bytes is None:
             if self.size == 0:
                 self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -62,11 +62,11 @@ class MappedFile:
         if end > self.size:
             raise ValueError(f"{self.path} is too short: {end} bytes are needed and it has {self.size}.")
         raw = self.bytes[start:end]
-        if start % dtype.itemsize:  # torch wants numbers at multiples of their size
+        if start % dtype.itemsize:  # torch requires aligned elements
             return raw.clone().view(dtype).view(dims)
-        window = raw.view(dtype).view(dims)
-        window._is_window = True  # type: ignore[attr-defined]
-        return window
+        view = raw.view(dtype).view(dims)
+        view._is_mapped_view = True  # type: ignore[attr-defined]
+        return view
 
 
 def read_into(path: Path, start: int, target: Tensor) -> None:
@@ -82,9 +82,9 @@ def read_into(path: Path, start: int, target: Tensor) -> None:
         if len(pieces) < 2:
             for first in pieces:
                 read(first)
-        else:  # new memory is slow to fill, because the kernel clears each page before: let there be few
+        else:  # the kernel clears each new page before it is filled: huge pages are few
             first_page, last_page = _pages(target, inward=True)
-            _advise(first_page, last_page - first_page, _HUGE_PAGES)
+            _advise(first_page, last_page - first_page, _MADV_HUGEPAGE)
             with ThreadPoolExecutor(min(THREADS, len(pieces)), thread_name_prefix="load") as pool:
                 list(pool.map(read, pieces))
 
@@ -99,30 +99,30 @@ def _read_piece(descriptor: int, path: Path, start: int, view: memoryview) -> No
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a window onto a file."""
-    return hasattr(tensor, "_is_window")  # a copy of it, and a view, have no such mark
+    """Tell whether a tensor is a view of a file."""
+    return hasattr(tensor, "_is_mapped_view")  # copies and views of it do not have the attribute
 
 
-def bring(tensor: Tensor) -> None:
-    """Have the pages of a mapped tensor in memory; others are there."""
+def prefetch_pages(tensor: Tensor) -> None:
+    """Load the pages of a mapped tensor into memory; do nothing for others."""
     if not is_mapped(tensor):
         return
     first, last = _pages(tensor, inward=False)
-    if last > first and _advise(first, last - first, _POPULATE_READ) != 0:
+    if last > first and _advise(first, last - first, _MADV_POPULATE_READ) != 0:
         raw = tensor.detach().reshape(-1).view(torch.uint8)
         raw[::_PAGE].sum()
 
 
-def let_go(tensor: Tensor) -> None:
-    """Stop counting the pages of a mapped tensor as this process's memory; the neighbours' pages stay.
+def release_pages(tensor: Tensor) -> None:
+    """Drop the pages of a mapped tensor from this process; pages shared with neighbouring tensors stay.
 
-    Other memory would be lost by the same call, so it is left alone.
+    Do nothing for other tensors, whose values the call would destroy.
     """
     if not is_mapped(tensor):
         return
     first, last = _pages(tensor, inward=True)
     if last > first:
-        _advise(first, last - first, _DONT_NEED)
+        _advise(first, last - first, _MADV_DONTNEED)
 
 
 def _pages(tensor: Tensor, inward: bool) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def _advise(address: int, length: int, advice: int) -> int:
 
 @cache
 def _libc() -> Any:
-    """Return the C library, whose calls leave Python's lock to others, as those of the mmap module do not."""
+    """Return the C library, whose calls release the GIL, unlike those of the mmap module."""
     try:
         library = ctypes.CDLL(None)
         library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,4 +1,4 @@
-"""Looking at weights that are away: brought for a moment, or gathered into a state dict."""
+"""Access to offloaded weights: load them temporarily, or collect them in a state dict."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _align_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Tell whether the module's own weights are away until its forward pass."""
+    """Tell whether the direct weights of a module are offloaded."""
     return _align_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have a module's own weights on a device inside the block; what is written to offloaded ones is kept."""
+    """Load the direct weights of a module to a device inside the block; changes to offloaded ones are kept."""
     hook = _align_hook(module)
     if hook is not None:
         before = hook.execution_device
@@ -38,7 +38,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         hook.pre_forward(module)
         try:
             yield
-            _keep_changes(hook, module)
+            _write_back(hook, module)
         finally:
             hook.post_forward(module, None)
             hook.execution_device = before
@@ -55,8 +55,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
 
 
-def _keep_changes(hook: AlignDevicesHook, module: nn.Module) -> None:
-    """Write weights that are in memory back to where the hook finds them; files are not changed."""
+def _write_back(hook: AlignDevicesHook, module: nn.Module) -> None:
+    """Write changed weights back to the weights map of the hook; files are not changed."""
     for name, tensor in named_module_tensors(module, hook.offload_buffers, hook.place_submodules, True):
         stored: Any = hook.weights_map.get(name) if hook.weights_map is not None else None
         if not isinstance(stored, Tensor) or is_mapped(stored) or tensor.is_meta:
@@ -67,7 +67,7 @@ def _keep_changes(hook: AlignDevicesHook, module: nn.Module) -> None:
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict of the whole model on the CPU, where offloaded weights are as they are stored."""
+    """Return a state dict of the whole model on the CPU, including offloaded weights."""
     state: dict[str, Tensor] = {}
     skipped = set(get_skipped(model))
     for path, module in model.named_modules(remove_duplicate=False):
@@ -87,7 +87,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def get_skipped(model: nn.Module) -> list[str]:
-    """Return names that a model leaves out of its state dict by its own will."""
+    """Return the names that a model excludes from its state dict."""
     return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
@@ -97,7 +97,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: Device = "cpu",
 ) -> dict[str, Any]:
-    """Replace the entry of one tensor in a state dict by its values, with the module's weights brought for it."""
+    """Replace the entries of an offloaded module in a state dict by their values."""
     root = module_name.rpartition(".")[0]
     dot = f"{root}." if root else ""
     if not has_offloaded_params(module):

@@ -1,9 +1,9 @@
-"""Reading ahead: while a layer computes, a thread gets the weights of the next one.
+"""Prefetch weights: while a layer computes, a thread loads the weights of the next one.
 
-The order is that of the modules at first, and after a forward pass the one that was seen. At any time there are the
-weights of the layer that computes and of the one that comes next, no more. Layers computed on the CPU use mapped files
-in place, see [Note: mapped memory]; for an accelerator the weights are read into pinned memory, from where they are
-copied when it is their layer's turn, so that the device itself holds one layer.
+The order is that of the modules at first, and then that of the last forward pass. At any time there are the weights of
+the layer that computes and of the next one, no more. Layers on the CPU use mapped files in place, see [Note: mapped
+memory]. For an accelerator the weights are read into pinned memory and copied when their layer is called, so that the
+device holds one layer.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats.saving import memory_of
+from ...checkpoint.formats.saving import storage_key
 from ...runtime.devices.device import is_cpu, pinned
-from .mapping import bring, let_go
+from .mapping import prefetch_pages, release_pages
 
 
 class Layer:
-    """The weights that one module brings to its device: where they are, and the dtype that it wants."""
+    """The offloaded weights of one module, and the dtypes to load them in."""
 
     def __init__(self, weights: Mapping[str, Any], dtypes: Mapping[str, torch.dtype | None]) -> None:
         self.weights = weights
         self.dtypes = dtypes
 
     def load(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the weights ready to use on the CPU, or ready to be copied to a device."""
-        ready: dict[Any, Tensor] = {}  # what is tied within the layer comes once
+        """Return the weights, ready for use on the CPU or for a copy to the device."""
+        ready: dict[Any, Tensor] = {}  # tied weights within the layer are loaded once
         weights: dict[str, Tensor] = {}
         for name, dtype in self.dtypes.items():
             stored: Tensor = self.weights[name]
-            key = memory_of(stored) if stored.numel() else name
+            key = storage_key(stored) if stored.numel() else name
             if key not in ready:
                 ready[key] = self._ready(stored, dtype, device)
             weights[name] = ready[key]
@@ -46,78 +46,78 @@ class Layer:
         wanted = stored if dtype is None or dtype == stored.dtype else stored.detach().to(dtype)
         if is_cpu(device):
             if wanted is stored:
-                bring(stored)
+                prefetch_pages(stored)
             else:
-                let_go(stored)
+                release_pages(stored)
             return wanted
         if not is_cpu(wanted.device):
             return wanted
         ready = pinned(wanted.detach())
         if ready is not wanted:
-            let_go(stored)
+            release_pages(stored)
         return ready
 
-    def let_go(self) -> None:
-        """Give back the memory of weights that were used in place."""
+    def release(self) -> None:
+        """Release the pages of weights that were used in place."""
         for name in self.dtypes:
-            let_go(self.weights[name])
+            release_pages(self.weights[name])
 
 
 class WeightStream:
-    """The layers of one model, in the order in which they are used."""
+    """The layers of one model in the order of their use, with prefetch of the next one."""
 
-    _known: WeakValueDictionary[int, WeightStream] = WeakValueDictionary()
+    _streams: WeakValueDictionary[int, WeightStream] = WeakValueDictionary()
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._following: dict[Layer, Layer] = {}
-        self._newest: Layer | None = None
-        self._last: Layer | None = None
-        self._ahead: tuple[Layer, torch.device, Future[dict[str, Tensor]]] | None = None
+        self._next_layers: dict[Layer, Layer] = {}
+        self._last_added: Layer | None = None
+        self._last_used: Layer | None = None
+        self._prefetched: tuple[Layer, torch.device, Future[dict[str, Tensor]]] | None = None
         self._lock = threading.Lock()
         self._reader: ThreadPoolExecutor | None = None
         self._process = os.getpid()
 
     @classmethod
     def of(cls, source: Any) -> WeightStream:
-        """Return the stream of a collection of weights: one, whoever asks."""
-        stream = cls._known.get(id(source))
+        """Return the stream of a collection of weights; there is one per collection."""
+        stream = cls._streams.get(id(source))
         if stream is None or stream.source is not source:
-            stream = cls._known[id(source)] = cls(source)
+            stream = cls._streams[id(source)] = cls(source)
         return stream
 
     def add(self, layer: Layer) -> None:
-        """Expect a layer after those that were added before."""
-        if self._newest is not None:
-            self._following[self._newest] = layer
-        self._newest = layer
+        """Append a layer to the expected order."""
+        if self._last_added is not None:
+            self._next_layers[self._last_added] = layer
+        self._last_added = layer
 
     def fetch(self, layer: Layer, device: torch.device) -> dict[str, Tensor]:
-        """Return the weights of a layer, which now computes, and begin to read those of the next."""
+        """Return the weights of a layer, and start to prefetch those of the next one."""
         with self._lock:
-            ahead, self._ahead = self._ahead if self._process == os.getpid() else None, None
-            if self._last is not None and self._last is not layer:
-                self._following[self._last] = layer
-            self._last = layer
-        if ahead is not None and ahead[0] is layer and ahead[1] == device:
-            weights = ahead[2].result()
+            prefetched, self._prefetched = self._prefetched if self._process == os.getpid() else None, None
+            if self._last_used is not None and self._last_used is not layer:
+                self._next_layers[self._last_used] = layer
+            self._last_used = layer
+        if prefetched is not None and prefetched[0] is layer and prefetched[1] == device:
+            weights = prefetched[2].result()
         else:
-            if ahead is not None and not ahead[2].cancel() and ahead[2].exception() is None:
-                ahead[0].let_go()
+            if prefetched is not None and not prefetched[2].cancel() and prefetched[2].exception() is None:
+                prefetched[0].release()
             weights = layer.load(device)
-        self._read_ahead(self._following.get(layer), device)
+        self._prefetch(self._next_layers.get(layer), device)
         return weights
 
-    def _read_ahead(self, layer: Layer | None, device: torch.device) -> None:
+    def _prefetch(self, layer: Layer | None, device: torch.device) -> None:
         if layer is None:
             return
         with self._lock:
-            if self._ahead is None:
+            if self._prefetched is None:
                 if self._reader is None or self._process != os.getpid():  # a forked process has no threads
                     self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
                     self._process = os.getpid()
                     finalize(self, self._reader.shutdown, wait=False)
-                self._ahead = layer, device, self._reader.submit(layer.load, device)
+                self._prefetched = layer, device, self._reader.submit(layer.load, device)
 
     def __deepcopy__(self, memo: Any) -> WeightStream:
         return self  # a copy of a model reads the same weights

@@ -1,4 +1,4 @@
-"""Weights that are not in the model: files on disk, read in place, and state dicts.
+"""Offloaded weights: files on disk, read in place, and state dicts.
 
 Two kinds of files are read. A folder of `.dat` files, one per weight, has an `index.json` with their dtypes and shapes.
 A safetensors file is used where it is; the index then names it: `{"safetensors_file": ..., "weight_name": ...}`.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...checkpoint.formats import codec
 from ...runtime.devices.device import is_cpu
 from ..tensors import proper_dtype
-from .mapping import MappedFile, let_go, read_into
+from .mapping import MappedFile, read_into, release_pages
 
 Index = dict[str, dict[str, Any]]
 INDEX = "index.json"
@@ -33,14 +33,14 @@ _SAFETENSORS_DTYPES = {
 
 
 class TensorFile:
-    """A file with many tensors; each is read only when it is asked for."""
+    """A file with many tensors, each of which is read on use."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TensorFile:
-        """Open a safetensors file, or one of torch's."""
+        """Open a safetensors file or a file of `torch.save`."""
         return SafetensorsFile(path) if Path(path).suffix == ".safetensors" else TorchFile(path)
 
     def names(self) -> list[str]:
@@ -48,15 +48,15 @@ class TensorFile:
         raise NotImplementedError
 
     def view(self, name: str) -> Tensor:
-        """Return a tensor that is read when it is used."""
+        """Return a tensor that is read on use."""
         raise NotImplementedError
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy a tensor to where it is wanted, and keep nothing of it."""
+        """Copy a tensor to the target, and release its pages."""
         source = self.view(name)
         with torch.no_grad():
             target.detach().copy_(source)
-        let_go(source)
+        release_pages(source)
 
 
 class SafetensorsFile(TensorFile):
@@ -95,12 +95,12 @@ class SafetensorsFile(TensorFile):
         return found  # type: ignore[no-any-return]
 
     def view(self, name: str) -> Tensor:
-        """Return a window onto the file."""
+        """Return a view of the file."""
         entry = self._header[name]
         return self._file.tensor(self.dtype(name), entry["shape"], self._start + entry["data_offsets"][0])
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Read straight into a tensor of the CPU that has the same dtype; others get a copy."""
+        """Read directly into a CPU tensor of the same dtype; others get a copy."""
         is_same = target.dtype == self.dtype(name) and target.is_contiguous() and is_cpu(target.device)
         if is_same and list(target.shape) == self._header[name]["shape"]:
             read_into(self.path, self._start + self._header[name]["data_offsets"][0], target)
@@ -132,7 +132,7 @@ class TorchFile(TensorFile):
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Write beside a file and then take its name, because a model may still read the old one through its mapping."""
+    """Write a temporary file and rename it, because a model may still have the old one mapped."""
     draft = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         yield draft
@@ -142,7 +142,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Any = None) -> Any:
-    """Write one weight into a folder, and note its dtype and shape in the index, which is returned."""
+    """Write one weight into a folder, add its dtype and shape to the index, and return the index."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = weight.detach().cpu().contiguous()
@@ -155,12 +155,12 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | os.Pa
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Return a weight of such a folder, mapped: it is read when it is used, and writing to it changes no file."""
+    """Return a mapped weight of such a folder: it is read on use, and writing to it does not change the file."""
     return MappedFile(weight_file).tensor(proper_dtype(weight_info["dtype"]), weight_info["shape"])
 
 
 def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Write the index of a folder; what an earlier one says of other weights is kept."""
+    """Write the index of a folder; entries of an earlier index for other weights are kept."""
     if not index:
         return
     write_index(read_index(offload_folder) | dict(index), offload_folder)
@@ -174,7 +174,7 @@ def read_index(folder: str | os.PathLike[str]) -> Index:
 
 
 def write_index(index: Index, folder: str | os.PathLike[str]) -> None:
-    """Write the index of a folder, and forget what it said before."""
+    """Write the index of a folder, replacing an earlier one."""
     with _replaced(Path(folder) / INDEX) as draft:
         draft.write_text(json.dumps(index, indent=2), encoding="utf-8")
 
@@ -201,7 +201,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """The weights of one module, by the names that it uses itself."""
+    """The weights of one module, by names relative to it."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -220,7 +220,7 @@ class PrefixedDataset(Mapping[str, Any]):
 class OffloadedWeightsLoader(Mapping[str, Any]):
     """Weights by name, from a state dict in memory, a folder, or safetensors files that an index names.
 
-    Files are mapped once. A tied weight may be stored under one of its names only: `aliases` leads from the others.
+    Files are mapped once. A tied weight may be stored under one of its names only; `aliases` maps the others to it.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return found if self.device is None or key in self.state_dict else found.to(self.device)
 
     def stored(self, key: str) -> Tensor:
-        """Return a weight where it is stored: in memory, or mapped."""
+        """Return the stored weight: in memory, or mapped."""
         if key in self.state_dict:
             return self.state_dict[key]
         if key not in self.index and key in self.aliases:
@@ -281,7 +281,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
 
 
 def load_offloaded_weights(model: Any, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Put the weights of a folder into a model, on the CPU."""
+    """Load the weights of a folder into a model, on the CPU."""
     from ..tensors import set_module_tensor_to_device
 
     for name, info in (index or {}).items():

@@ -1,12 +1,12 @@
-"""Which part of a model goes where: a plan that keeps its budgets, and says so.
+"""Plan which part of a model goes to which device, within memory budgets.
 
 A plan is made of *atoms*, the smallest parts that may go to different places: modules without children, modules of a
-class that is not split, and the tensors that a module with children holds itself. Atoms that share a tensor are one
-*group*, because a tied weight in two places is two weights. Groups are placed in the model's order, device after
-device, so that a forward pass crosses from one device to the next as rarely as possible.
+class that is not split, and the direct tensors of a module with children. Atoms that share a tensor form a *group*,
+because a tied weight in two places would be two weights. Groups are placed in the order of the model, device after
+device, so that a forward pass crosses devices as rarely as possible.
 
-What is *offloaded* is computed on the main device, the first that holds anything. It comes there layer by layer, so
-that device keeps room for the largest of these layers and, unless they are offloaded too, for all their buffers.
+*Offloaded* parts are computed on the main device, the first that holds anything. They are loaded layer by layer, so the
+main device reserves memory for the largest of these layers and, unless they are offloaded too, for all their buffers.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch import Tensor, nn
 
 from ...errors.callers import warn
 from ...runtime.devices.device import accelerator_type, free_memory
-from ..tensors import READ_THEIR_CHILDREN
+from ..tensors import READS_CHILD_WEIGHTS
 from .sizes import as_classes, compute_module_sizes, convert_file_size_to_int, get_max_layer_size, tensor_size
 
 Place = int | str | torch.device
 OFFLOADED = ("cpu", "disk")
 UNLIMITED = float("inf")
-_TRIES = 10
+_MAX_TRIES = 10
 
 
 class DeviceMap(dict[str, Place]):
-    """A plain dict from names to places that also knows how full each place is."""
+    """A dict from names to places, with the memory use of each place."""
 
     def __init__(self, places: Mapping[str, Place], rows: Sequence[tuple[Place, float, float, float]] = ()) -> None:
         super().__init__(places)
         self._rows = list(rows)
 
     def table(self) -> str:
-        """Lay out what goes where, and how full each device is."""
+        """Return a table of the parts and the memory use of each place."""
         lines = [("device", "holds", "keeps free", "budget", "what")]
         for place, used, kept, budget in self._rows:
             names = [name or "(everything)" for name, where in self.items() if where == place]
@@ -52,7 +52,7 @@ class DeviceMap(dict[str, Place]):
 
 
 def readable(size: float) -> str:
-    """Write a number of bytes for people."""
+    """Format a number of bytes."""
     if size == UNLIMITED:
         return "-"
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
@@ -65,9 +65,9 @@ def readable(size: float) -> str:
 
 
 def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[Any, int]:
-    """Return the budget of each device in bytes: those given, or what is free now on the accelerators and the host.
+    """Return the budget of each device in bytes: those given, or the free memory of the accelerators and the host.
 
-    Sizes such as `10GB` also become numbers in the dict that was given: transformers compares with it afterwards.
+    Sizes such as `10GB` are also converted in the given dict, with which transformers compares afterwards.
     """
     if max_memory is None:
         found: dict[Any, int] = {}
@@ -79,10 +79,10 @@ def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[
     budgets = {place: convert_file_size_to_int(size) for place, size in max_memory.items()}
     if isinstance(max_memory, dict):
         max_memory.update({place: budgets[place] for place, size in max_memory.items() if isinstance(size, str)})
-    return dict(sorted(budgets.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(budgets.items(), key=lambda item: _priority(item[0])))
 
 
-def _rank(place: Place) -> tuple[int, int]:
+def _priority(place: Place) -> tuple[int, int]:
     """Order places from the fastest: accelerators by index, then the host, then the disk."""
     if isinstance(place, int):
         return 0, place
@@ -103,8 +103,8 @@ def get_balanced_memory(
 ) -> dict[Any, int]:
     """Lower the budgets of the accelerators so that each gets about the same part of the model.
 
-    With `low_zero` the first one gets only what the others cannot hold. The last keeps its whole budget, so that a
-    rounding never sends anything to the host.
+    With `low_zero` the first one gets only what the others cannot hold. The last keeps its whole budget, so that
+    rounding never causes offload.
     """
     given = get_max_memory(max_memory)
     accelerators = [place for place in given if _is_accelerator(place) and given[place] > 0]
@@ -114,14 +114,14 @@ def get_balanced_memory(
     children = list(model.named_children())
     largest, _ = get_max_layer_size(children, sizes, sorted(as_classes(no_split_module_classes)))
     count = len(accelerators) - (1 if low_zero else 0)
-    # Devices that are too small for an equal share leave more for the others.
+    # Devices that are too small for an equal share increase the share of the others.
     share, rest, left = 0.0, float(sizes[""]), count
     for place in sorted(accelerators[1:] if low_zero else accelerators, key=lambda place: given[place]):
         share = rest / left
         if given[place] >= share:
             break
         rest, left = rest - given[place], left - 1
-    room = int(share + 1.25 * largest)  # a device ends with a layer that does not fit
+    room = int(share + 1.25 * largest)  # the last layer of a device may not fit
     balanced = dict(given)
     for place in accelerators[:-1]:
         balanced[place] = min(given[place], room)
@@ -136,13 +136,13 @@ def get_balanced_memory(
 
 @dataclass
 class _Group:
-    """Atoms that must be in one place, because they share tensors."""
+    """Atoms that must be on one device, because they share tensors."""
 
     atoms: list[str] = field(default_factory=list)
     tensors: dict[int, int] = field(default_factory=dict)
-    """The size of each tensor by its identity: what is tied counts once."""
+    """The size of each tensor by its id: tied tensors count once."""
     layer: int = 0
-    """The size of the largest atom, which is what an offloaded group brings to the main device at once."""
+    """The size of the largest atom, which an offloaded group loads to the main device at once."""
     layer_without_buffers: int = 0
     buffers: int = 0
 
@@ -163,9 +163,9 @@ _Named = tuple[str, Tensor, bool]
 
 
 def _atoms(model: nn.Module, whole: frozenset[str]) -> Iterable[tuple[list[str], list[_Named]]]:
-    """Yield the names of atoms in the model's order, with their tensors; a module's own tensors come together.
+    """Yield the names of atoms in the order of the model, with their tensors; direct tensors of a module are one item.
 
-    A loop with a stack, because models can be deeper than Python's recursion.
+    It uses a stack, because models can be deeper than the recursion limit.
     """
     stack: list[tuple[str, nn.Module]] = [("", model)]
     while stack:
@@ -173,7 +173,7 @@ def _atoms(model: nn.Module, whole: frozenset[str]) -> Iterable[tuple[list[str],
         dot = f"{name}." if name else ""
         children = [(dot + key, child) for key, child in module._modules.items() if child is not None]
         is_whole = not children or (type(module).__name__ in whole and name != "")
-        is_whole = is_whole or isinstance(module, READ_THEIR_CHILDREN)
+        is_whole = is_whole or isinstance(module, READS_CHILD_WEIGHTS)
         tensors = [(dot + key, tensor, False) for key, tensor in _parameters(module, recurse=is_whole)]
         tensors += [(dot + key, b, True) for key, b in module.named_buffers(recurse=is_whole, remove_duplicate=False)]
         if is_whole:
@@ -189,7 +189,7 @@ def _parameters(module: nn.Module, recurse: bool) -> list[tuple[str, Tensor]]:
 
 
 def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
-    """Gather the atoms into groups, in the model's order."""
+    """Collect the atoms into groups, in the order of the model."""
     group_of: dict[int, _Group] = {}  # by tensor
     groups: dict[int, _Group] = {}  # by identity, in order
     for names, tensors in _atoms(model, sizing.whole):
@@ -215,7 +215,7 @@ def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
 
 
 def _merged(first: _Group, second: _Group, group_of: dict[int, _Group], groups: dict[int, _Group]) -> _Group:
-    """Let the smaller group become part of the other; the place in the order is the earlier one's."""
+    """Merge the second group into the first, which keeps its position in the order."""
     groups.pop(id(second), None)
     first.atoms += second.atoms
     first.tensors |= second.tensors
@@ -228,33 +228,33 @@ def _merged(first: _Group, second: _Group, group_of: dict[int, _Group], groups: 
 
 
 @dataclass
-class _Filled:
+class _Allocation:
     places: list[Any]
-    """For each group, where it is."""
+    """The place of each group."""
     used: dict[Any, int]
 
 
 class _DoesNotFit(Exception):
-    """A group that no place has room for."""
+    """Raised for a group that fits in no place."""
 
 
 class _Planner:
-    """Fill the places in their order; the sizes of groups are computed once."""
+    """Allocate groups to places in order; the sizes of groups are computed once."""
 
-    def __init__(self, groups: list[_Group], budgets: dict[Any, float], offload_buffers: bool, go_back: bool) -> None:
+    def __init__(self, groups: list[_Group], budgets: dict[Any, float], offload_buffers: bool, fallback: bool) -> None:
         self.groups, self.budgets = groups, budgets
         self.sizes = [group.size for group in groups]
-        self.offload_buffers, self.go_back = offload_buffers, go_back
+        self.offload_buffers, self.fallback = offload_buffers, fallback
         self.refused: dict[int, list[Any]] = {}
 
-    def fill(self, kept_free: Mapping[Any, float], left_out: Sequence[Any] = ()) -> _Filled:
-        """Place every group, in order, where there is room beside what is kept free."""
-        places = [place for place in self.budgets if place not in left_out]
-        room = {place: self.budgets[place] - kept_free.get(place, 0) for place in places}
-        result = _Filled([], dict.fromkeys(self.budgets, 0))
+    def allocate(self, reserved: Mapping[Any, float], excluded: Sequence[Any] = ()) -> _Allocation:
+        """Allocate every group, in order, to a place with enough room beside the reserved memory."""
+        places = [place for place in self.budgets if place not in excluded]
+        room = {place: self.budgets[place] - reserved.get(place, 0) for place in places}
+        result = _Allocation([], dict.fromkeys(self.budgets, 0))
         self.refused, at = {}, 0
         for number, size in enumerate(self.sizes):
-            start = 0 if self.go_back else at
+            start = 0 if self.fallback else at
             for index in range(start, len(places)):
                 place = places[index]
                 if size <= room[place] - result.used[place] or size == 0:
@@ -267,47 +267,51 @@ class _Planner:
             result.used[place] += size
         return result
 
-    def story(self, filled: _Filled) -> str:
-        """Say in one line per group where it goes, and which places had no room for it."""
+    def explain(self, allocation: _Allocation) -> str:
+        """Return one line per group: its place, and the places that had no room for it."""
         lines = []
-        for number, (group, place) in enumerate(zip(self.groups, filled.places, strict=True)):
+        for number, (group, place) in enumerate(zip(self.groups, allocation.places, strict=True)):
             refused = "".join(f", because {other} has no room" for other in self.refused.get(number, ()))
             tied = f" with {', '.join(group.atoms[1:])}, tied to it" if len(group.atoms) > 1 else ""
             lines.append(f"{group.atoms[0] or 'the model'}{tied} ({readable(self.sizes[number])}) -> {place}{refused}")
         return "\n".join(lines)
 
-    def need_of(self, filled: _Filled, away: Sequence[str]) -> int:
-        """Return the room that the main device needs for what is away."""
-        return self._room_for([group for group, place in zip(self.groups, filled.places, strict=True) if place in away])
+    def room_needed(self, allocation: _Allocation, offload_places: Sequence[str]) -> int:
+        """Return the memory that the main device needs for offloaded groups."""
+        return self._room_for(
+            [group for group, place in zip(self.groups, allocation.places, strict=True) if place in offload_places]
+        )
 
     def _room_for(self, offloaded: Sequence[_Group]) -> int:
-        """Return the size of the largest layer, and of all buffers if those stay on the main device."""
+        """Return the size of the largest layer, plus all buffers if those stay on the main device."""
         if self.offload_buffers:
             return max((group.layer for group in offloaded), default=0)
         layer = max((group.layer_without_buffers for group in offloaded), default=0)
         return layer + sum(group.buffers for group in offloaded)
 
-    def plan(self) -> tuple[_Filled, Any, int]:
-        """Return the filling, the main device, and what that keeps free."""
+    def plan(self) -> tuple[_Allocation, Any, int]:
+        """Return the allocation, the main device, and the memory reserved on it."""
         mains = [place for place in self.budgets if _is_accelerator(place)]
         for number, main in enumerate([*mains, "cpu"]):
-            away = ("disk",) if main == "cpu" else OFFLOADED
+            offload_places = ("disk",) if main == "cpu" else OFFLOADED
             kept, tries = 0, 0
             while True:
                 try:
-                    filled = self.fill({main: kept}, left_out=mains[:number])
+                    allocation = self.allocate({main: kept}, excluded=mains[:number])
                 except _DoesNotFit:
                     raise self._too_small() from None
-                if not filled.used.get(main) and main != "cpu":
-                    break  # nothing fits here beside what it must keep free: the next one is the main device
-                needed = self.need_of(filled, away)
-                if not needed or filled.used.get(main, 0) + needed <= self.budgets.get(main, 0):
-                    return filled, main, needed
-                if main == "cpu" and not filled.used.get("cpu"):
+                if not allocation.used.get(main) and main != "cpu":
+                    break  # nothing fits beside the reserved memory: try the next main device
+                needed = self.room_needed(allocation, offload_places)
+                if not needed or allocation.used.get(main, 0) + needed <= self.budgets.get(main, 0):
+                    return allocation, main, needed
+                if main == "cpu" and not allocation.used.get("cpu"):
                     self._warn_about_layers(needed)
-                    return filled, main, needed
-                tries += 1  # what is kept free sends more away, which may need more: at most what all would need
-                kept = needed if tries < _TRIES else max(needed, self._room_for(self.groups))
+                    return allocation, main, needed
+                tries += (
+                    1  # reserved memory causes more offload, which may need more: at most what all groups would need
+                )
+                kept = needed if tries < _MAX_TRIES else max(needed, self._room_for(self.groups))
         raise AssertionError("the host is the last main device")
 
     def _too_small(self) -> ValueError:
@@ -343,8 +347,8 @@ def infer_auto_device_map(
     """Plan which part of a model goes to which device, within the budgets.
 
     The accelerators are filled first, then the host, then the disk. Tied weights are placed together and counted once;
-    modules of `no_split_module_classes` are not cut. Something is only offloaded if it fits nowhere else; then the main
-    device keeps room for the largest offloaded layer, and for the buffers of all of them unless `offload_buffers`.
+    modules of `no_split_module_classes` are not split. Parts are offloaded only if they fit on no accelerator; then the
+    main device keeps room for the largest offloaded layer, and for all offloaded buffers unless `offload_buffers`.
     `dtype` and `special_dtypes` (by tensor) plan for weights that will be loaded in another dtype.
     `fallback_allocation` lets small parts go back to a device that a larger one did not fit on. `verbose` prints every
     decision. Without `clean_result` parts of the model are listed even if all are in one place.
@@ -353,14 +357,16 @@ def infer_auto_device_map(
     budgets["disk"] = budgets.pop("disk")
     sizing = _Sizing(dtype, special_dtypes or {}, as_classes(no_split_module_classes))
     planner = _Planner(_groups(model, sizing), budgets, offload_buffers, fallback_allocation)
-    filled, main, kept = planner.plan()
+    allocation, main, kept = planner.plan()
     if verbose:
-        print(planner.story(filled))
-    by_atom = {atom: place for group, place in zip(planner.groups, filled.places, strict=True) for atom in group.atoms}
+        print(planner.explain(allocation))
+    by_atom = {
+        atom: place for group, place in zip(planner.groups, allocation.places, strict=True) for atom in group.atoms
+    }
     rows = [
-        (place, filled.used[place], kept if place == main else 0, budget)
+        (place, allocation.used[place], kept if place == main else 0, budget)
         for place, budget in budgets.items()
-        if filled.used[place] or place != "disk"
+        if allocation.used[place] or place != "disk"
     ]
     device_map = DeviceMap(_collapsed(model, by_atom, to_root=clean_result), rows)
     check_device_map(model, device_map)
@@ -368,7 +374,7 @@ def infer_auto_device_map(
 
 
 def _collapsed(model: nn.Module, by_atom: Mapping[str, Place], to_root: bool) -> dict[str, Place]:
-    """Name a module instead of its parts where they are all in one place."""
+    """Replace the parts of a module by the module if all are in one place."""
     mixed = object()
     place_of: dict[str, Any] = {}
     for atom, place in by_atom.items():
@@ -394,7 +400,7 @@ def _collapsed(model: nn.Module, by_atom: Mapping[str, Place], to_root: bool) ->
 
 
 def _ordered(model: nn.Module, by_atom: Mapping[str, Place]) -> list[str]:
-    """Return the atoms in the order of the model's modules, which groups of tied ones change."""
+    """Return the atoms in the order of the modules, which groups of tied atoms do not keep."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
 
     def key(atom: str) -> tuple[int, int]:
@@ -407,14 +413,14 @@ def _ordered(model: nn.Module, by_atom: Mapping[str, Place]) -> list[str]:
 
 
 def place_of(name: str, device_map: Mapping[str, Place]) -> Place | None:
-    """Return the place of a module or tensor: its own, or that of the nearest module around it."""
+    """Return the place of a module or tensor: its own, or that of the nearest enclosing module."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
-    """Make sure that a device map gives every tensor a place, and names nothing that the model does not have."""
+    """Raise if a device map has no place for a tensor, and warn of names that the model does not have."""
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     missing = [name for name in tensors if place_of(name, device_map) is None]
@@ -431,7 +437,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
 
 
 def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:
-    """Name a module instead of its parts where they are all in one place; the map is changed and returned."""
+    """Replace the parts of a module by the module if all are in one place; the map is changed and returned."""
     dot = f"{module_name}." if module_name else ""
     inner = [name for name in device_map if name.startswith(dot)]
     places = [device_map[name] for name in inner]
@@ -448,7 +454,7 @@ def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dic
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Place]) -> None:
-    """Warn of tied parameters that a device map puts in several places: each will have a copy of its own."""
+    """Warn of tied parameters that a device map puts in several places, which get separate copies."""
     for group in tied_params:
         places = {name: place_of(name, device_map) for name in group}
         if len(set(map(str, places.values()))) > 1:

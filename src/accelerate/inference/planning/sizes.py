@@ -1,4 +1,4 @@
-"""How large the parts of a model are."""
+"""The sizes of the parts of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BITS_OF_CUSTOM = {"fp8": 8, "int4": 4, "int2": 2}
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes that one number takes; a bool counts as a bit, as published."""
+    """Return the bytes of one element; a bool counts as one bit, as published."""
     if isinstance(dtype, Enum):
         return _whole(_BITS_OF_CUSTOM[str(dtype.value)] / 8)
     if dtype == torch.bool:
@@ -46,9 +46,9 @@ def convert_file_size_to_int(size: float | str) -> int:
 
 
 def tensor_size(tensor: Tensor, name: str = "", dtype: Any = None, special_dtypes: Mapping[str, Any] = {}) -> int:
-    """Return the bytes a tensor takes: its own, or those it will take in another dtype.
+    """Return the bytes of a tensor, in its own or in another dtype.
 
-    A `dtype` makes only numbers with a fraction smaller; `special_dtypes` says by name what a tensor will be.
+    `dtype` applies to floating-point tensors, and only if it is smaller; `special_dtypes` gives the dtype by name.
     """
     special = special_dtypes.get(name)
     if special is not None:
@@ -65,7 +65,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Any] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of the model (""), of each module and of each tensor, by name; what is tied counts once."""
+    """Return the bytes of the model (""), of each module and of each tensor, by name; tied tensors count once."""
     sizes: dict[str, int] = defaultdict(int)
     named = list(model.named_buffers())
     for name, tensor in named if buffers_only else [*model.named_parameters(), *named]:
@@ -87,7 +87,7 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that no other name continues."""
+    """Return the names that are no prefix of another name."""
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name not in parents and name]
 
@@ -97,16 +97,16 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the size of the largest layer, and the names of all of that size.
 
-    A layer is what is computed in one place: a module without children, or of a class that is not split.
+    A layer is computed on one device: a module without children, or of a class that is not split.
     """
     whole = as_classes(no_split_module_classes)
     largest, names = 0, []
-    to_look_at = list(modules)
-    while to_look_at:
-        name, module = to_look_at.pop(0)
+    pending = list(modules)
+    while pending:
+        name, module = pending.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if children and type(module).__name__ not in whole:
-            to_look_at = [(f"{name}.{child_name}", child) for child_name, child in children] + to_look_at
+            pending = [(f"{name}.{child_name}", child) for child_name, child in children] + pending
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
@@ -117,7 +117,7 @@ def get_max_layer_size(
 
 
 def as_classes(names: str | Sequence[str] | None) -> frozenset[str]:
-    """Accept one name, several, or none."""
+    """Convert one name, several, or none to a set."""
     return frozenset([names] if isinstance(names, str) else names or ())
 
 
@@ -129,7 +129,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def convert_bytes(size: float) -> str:
-    """Write a number of bytes for people, in steps of 1024: `1.5 GB`."""
+    """Format a number of bytes in units of 1024: `1.5 GB`."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"

@@ -1,1 +1,1 @@
-"""One file per tracking client, loaded on use."""
+"""One module per tracking client, imported on use."""

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..general import GeneralTracker, on_main_process
-from ..values import is_number, plain, say_left_out
+from ..values import is_number, plain, warn_dropped
 
 
 class AimTracker(GeneralTracker):
@@ -32,7 +32,7 @@ class AimTracker(GeneralTracker):
         """Open the run."""
         import aim
 
-        os.makedirs(self.logging_dir, exist_ok=True)  # Aim makes its own folder in it, but not the folder
+        os.makedirs(self.logging_dir, exist_ok=True)  # Aim creates its repository in it, but not the folder itself
         own = {"repo": os.fspath(self.logging_dir), "experiment": self.run_name}
         options = {**own, **self.continued, **self.init_kwargs}
         self.is_remote = str(options["repo"]).startswith("aim://")
@@ -60,7 +60,7 @@ class AimTracker(GeneralTracker):
             elif all(type(part).__module__.startswith("aim.") for part in parts):
                 self.writer.track(value, name=name, step=step, **kwargs)
             else:
-                say_left_out("aim", name, type(value).__name__)
+                warn_dropped("aim", name, type(value).__name__)
 
     @on_main_process
     def log_images(
@@ -79,7 +79,7 @@ class AimTracker(GeneralTracker):
             self.writer.track(known, name=name, step=step, **options.get("track", {}))
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which `aim.Run` opens this run again, also where a killed process held it."""
+        """Return the options with which `aim.Run` reopens this run, even if a killed process holds its lock."""
         return {"run_hash": self.writer.hash, "force_resume": True}
 
     @on_main_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..general import GeneralTracker, on_main_process
-from ..values import is_number, plain, say_left_out
+from ..values import is_number, plain, warn_dropped
 
 _SERIES = ("train", "eval", "test")
 
@@ -13,7 +13,7 @@ _SERIES = ("train", "eval", "test")
 class ClearMLTracker(GeneralTracker):
     """Log to a ClearML task; options are those of `Task.init`.
 
-    A task that runs already is used, and stays open when this run ends.
+    A task that is running already is used, and stays open when this run ends.
     """
 
     name = "clearml"
@@ -25,7 +25,7 @@ class ClearMLTracker(GeneralTracker):
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.task: Any = None
-        self._is_ours = False
+        self._owns_task = False
 
     @property
     def tracker(self) -> Any:
@@ -41,9 +41,9 @@ class ClearMLTracker(GeneralTracker):
         if self.task is None:
             own = {"project_name": self.run_name, "task_name": self.run_name, **self.continued}
             self.task = Task.init(**{**own, **self.init_kwargs})
-            self._is_ours = True
+            self._owns_task = True
             if self.continued:
-                self.task.set_initial_iteration(0)  # else ClearML adds its last step to ours
+                self.task.set_initial_iteration(0)  # otherwise ClearML adds its last step to the logged ones
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class ClearMLTracker(GeneralTracker):
         """Log numbers as scalars and text to the task's console.
 
         `eval_loss` is the series `eval` of the chart `loss`, `test_loss` its series `test`; other names are of the
-        series `train`. Without a step a number is one of the task's single values. Of a dictionary each item counts.
+        series `train`. Without a step a number is a single value of the task. Dictionaries are flattened.
         """
         reports = self.task.get_logger()
         for name, value in values.items():
@@ -69,7 +69,7 @@ class ClearMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
-                say_left_out("clearml", name, type(value).__name__)
+                warn_dropped("clearml", name, type(value).__name__)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -94,14 +94,14 @@ class ClearMLTracker(GeneralTracker):
         self.task.get_logger().report_table(**_chart_of(table_name), iteration=step, table_plot=table, **kwargs)
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which `Task.init` opens this task again; without a server ClearML cannot."""
+        """Return the options with which `Task.init` reopens this task; offline tasks cannot be reopened."""
         return {} if self.task.is_offline() else {"continue_last_task": self.task.id}
 
     @on_main_process
     def finish(self) -> None:
-        """Close the task, if it is ours."""
-        if self._is_ours:
-            self._is_ours = False
+        """Close the task, if this tracker has opened it."""
+        if self._owns_task:
+            self._owns_task = False
             self.task.close()
         else:
             self.task.flush(wait_for_uploads=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..general import GeneralTracker, on_main_process
-from ..values import StepCounter, flat, is_number, say_left_out
+from ..values import StepCounter, flat, is_number, warn_dropped
 
 
 class CometMLTracker(GeneralTracker):
@@ -37,7 +37,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the config as parameters, one level of names as Comet spells them."""
+        """Store the config as parameters, with names flattened as Comet does."""
         self.writer.log_parameters(flat(values, separator="|"))
 
     @on_main_process
@@ -52,7 +52,7 @@ class CometMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
-                say_left_out("comet_ml", name, type(value).__name__)
+                warn_dropped("comet_ml", name, type(value).__name__)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class CometMLTracker(GeneralTracker):
                 self.writer.log_image(image, name=f"{name}_{index}", step=step, **kwargs)
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which `comet_ml.start` opens this experiment again."""
+        """Return the options with which `comet_ml.start` reopens this experiment."""
         return {"experiment_key": self.writer.get_key(), "mode": "get"}
 
     @on_main_process

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..general import GeneralTracker, on_main_process
-from ..values import is_number, plain, say_left_out
+from ..values import is_number, plain, warn_dropped
 
 logger = logging.getLogger(__name__)
 
 
 class DVCLiveTracker(GeneralTracker):
-    """Log to a `dvclive.Live`: the given one, or a new one with the given options; `run_name` has no place in it."""
+    """Log to a `dvclive.Live`: the given one, or a new one with the given options; `run_name` is not used."""
 
     name = "dvclive"
     requires_logging_directory = False
@@ -38,7 +38,7 @@ class DVCLiveTracker(GeneralTracker):
         if not self._is_given:
             options = {**self.continued, **self.init_kwargs}
             if self.continued and options["resume"]:
-                _cut_back(Path(options["dir"]), self.next_step)
+                _remove_rows_from(Path(options["dir"]), self.next_step)
             self.live = Live(**options)
 
     @on_main_process
@@ -61,25 +61,25 @@ class DVCLiveTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self._log({f"{name}/{key}": item for key, item in value.items()}, options)
             else:
-                say_left_out("dvclive", name, type(value).__name__)
+                warn_dropped("dvclive", name, type(value).__name__)
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which `Live` goes on in its folder instead of clearing it."""
+        """Return the options with which `Live` continues in its folder instead of clearing it."""
         return {} if self._is_given else {"dir": self.live.dir, "resume": True}
 
     @on_main_process
     def finish(self) -> None:
-        """Write what is left, and the DVC experiment if there is to be one."""
+        """Write the remaining data, and the DVC experiment if requested."""
         self.live.end()
 
 
-def _cut_back(folder: Path, next_step: int) -> None:
-    """Remove the rows of steps that the run does again: DVCLive would keep both."""
+def _remove_rows_from(folder: Path, next_step: int) -> None:
+    """Remove the rows of steps that the resumed run repeats: DVCLive would keep both."""
     removed = 0
     for table in folder.glob("plots/metrics/**/*.tsv"):
         head, *rows = table.read_text(encoding="utf-8").splitlines(keepends=True)
-        place = head.rstrip("\n").split("\t").index("step")
-        kept = [row for row in rows if int(row.split("\t")[place]) < next_step]
+        column = head.rstrip("\n").split("\t").index("step")
+        kept = [row for row in rows if int(row.split("\t")[column]) < next_step]
         table.write_text("".join([head, *kept]), encoding="utf-8")
         removed += len(rows) - len(kept)
     if removed:

@@ -17,7 +17,7 @@ from ..values import StepCounter, flat, is_number
 
 logger = logging.getLogger(__name__)
 
-_MARK = "... (shortened)"
+_SHORTENED = "... (shortened)"
 
 
 class MLflowTracker(GeneralTracker):
@@ -25,7 +25,7 @@ class MLflowTracker(GeneralTracker):
 
     `logging_dir` is a tracking URI, or a folder, where a database and the artifacts are kept; without it MLflow's own
     settings decide. The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (a JSON object) and
-    `MLFLOW_NESTED_RUN` go before the arguments, as published.
+    `MLFLOW_NESTED_RUN` override the arguments, as published.
     """
 
     name = "mlflow"
@@ -46,7 +46,7 @@ class MLflowTracker(GeneralTracker):
         self.logging_dir = logging_dir
         self.run_id = read("MLFLOW_RUN_ID") or run_id
         self._new_run_id: str | None = None
-        """The run that `start` has made; one that was given is never left for that of a checkpoint."""
+        """The run that `start` has created; a given run is never replaced by that of a checkpoint."""
         self.options = {
             "tags": json.loads(read("MLFLOW_TAGS") or "null") or tags,
             "nested": parse_flag_from_env("MLFLOW_NESTED_RUN", nested_run),
@@ -64,7 +64,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the run, or open one again that exists."""
+        """Open a new run, or reopen an existing one."""
         import mlflow
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
@@ -73,7 +73,7 @@ class MLflowTracker(GeneralTracker):
         if folder is not None and (folder == "databricks" or ":" in folder):
             mlflow.set_tracking_uri(folder)
         elif folder is not None:
-            _keep_in(Path(folder).absolute(), experiment)
+            _store_in_folder(Path(folder).absolute(), experiment)
         if experiment is not None:
             mlflow.set_experiment(experiment)
         self.is_remote = not mlflow.get_tracking_uri().startswith(("sqlite:", "file:", "/", "."))
@@ -83,20 +83,20 @@ class MLflowTracker(GeneralTracker):
         self.active_run = mlflow.start_run(run_id=self.run_id, **self.options)
         if self.run_id is None:
             self.run_id = self._new_run_id = self.active_run.info.run_id
-        # The active run belongs to the thread that opened it, and `log` has a thread of its own: the client is told
-        # the run each time.
+        # The active run belongs to the thread that opened it, and `log` has another thread: the run id is passed to
+        # the client in each call.
         self._client = mlflow.MlflowClient()
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the config as parameters, within MLflow's limits; those a run has already cannot be changed."""
+        """Store the config as parameters, within MLflow's limits; parameters of an existing run cannot be changed."""
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        given = {_spelled(name): str(value) for name, value in flat(values).items()}
+        given = {_sanitized(name): str(value) for name, value in flat(values).items()}
         for name, value in given.items():
             if len(value) > MAX_PARAM_VAL_LENGTH:
-                given[name] = value[: MAX_PARAM_VAL_LENGTH - len(_MARK)] + _MARK
+                given[name] = value[: MAX_PARAM_VAL_LENGTH - len(_SHORTENED)] + _SHORTENED
                 _warn("MLflow keeps %d characters of a parameter: %s is shortened.", MAX_PARAM_VAL_LENGTH, name)
         stored = self._client.get_run(self.run_id).data.params
         for name in given.keys() & stored.keys():
@@ -108,16 +108,16 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, text as tags (the last one stays), a dictionary as `name/key`."""
+        """Log numbers as metrics, text as tags (the last value is kept), a dictionary as `name/key`."""
         import mlflow
 
         step = self._number(step)
         metrics: dict[str, float] = {}
         for name, value in values.items():
             if is_number(value):
-                metrics[_spelled(name)] = value
+                metrics[_sanitized(name)] = value
             elif isinstance(value, str):
-                self._client.set_tag(self.run_id, _spelled(name), value)
+                self._client.set_tag(self.run_id, _sanitized(name), value)
             elif isinstance(value, dict):
                 self.log({f"{name}/{key}": item for key, item in value.items()}, step=step, **kwargs)
             else:
@@ -146,7 +146,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def discard(self) -> None:
-        """Close the run, and delete it unless it was there before."""
+        """Close the run, and delete it unless it existed before."""
         self.finish()
         if self.run_id == self._new_run_id:
             self._client.delete_run(self.run_id)
@@ -161,8 +161,8 @@ class MLflowTracker(GeneralTracker):
             mlflow.end_run()
 
 
-def _keep_in(folder: Path, experiment: str | None) -> None:
-    """Keep everything in a folder: MLflow 3 takes a database only, and by itself puts artifacts elsewhere."""
+def _store_in_folder(folder: Path, experiment: str | None) -> None:
+    """Store all data in a folder: MLflow 3 needs a database, and by default puts artifacts elsewhere."""
     import mlflow
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,8 +171,8 @@ def _keep_in(folder: Path, experiment: str | None) -> None:
         mlflow.create_experiment(experiment, artifact_location=(folder / "artifacts").as_uri())
 
 
-def _spelled(name: str) -> str:
-    """Return the name in the letters that MLflow takes; another one would cost the whole record."""
+def _sanitized(name: str) -> str:
+    """Replace characters that MLflow does not allow in names, for which it would reject the whole record."""
     return posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name)).lstrip("./")[:250] or "_"
 
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..general import GeneralTracker, on_main_process
-from ..values import StepCounter, flat, is_number, plain, say_left_out
+from ..values import StepCounter, flat, is_number, plain, warn_dropped
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -37,17 +37,19 @@ class TensorBoardTracker(GeneralTracker):
             import tensorboardX as package
 
         self._number.next = self.next_step
-        # Readers then forget what the run logged after the checkpoint, before it was ended.
+        # Readers then discard the steps after the checkpoint, which the run repeats.
         purge = {"purge_step": self.next_step} if self.continued.get("run") == self.run_name else {}
         self.writer = package.SummaryWriter(self.logging_dir, **{**purge, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the config as hyperparameters, which know numbers and text only, and as a YAML file beside them."""
+        """Store the config as hyperparameters, which are numbers and text only, and as a YAML file."""
         import yaml
 
         known = {name: value if value is not None else "None" for name, value in flat(values).items()}
-        self.writer.add_hparams(known, metric_dict={}, run_name=".")  # its default is a second run, named by the clock
+        self.writer.add_hparams(
+            known, metric_dict={}, run_name="."
+        )  # by default it creates a second run, named by the time
         with open(os.path.join(self.logging_dir, "hparams.yml"), "w", encoding="utf-8") as file:
             yaml.safe_dump(plain(values), file)
 
@@ -64,7 +66,7 @@ class TensorBoardTracker(GeneralTracker):
                 numbers = {key: number for key, number in flat(value, "/").items() if is_number(number)}
                 self.writer.add_scalars(name, numbers, global_step=step, **kwargs)
             else:
-                say_left_out(self.name, name, type(value).__name__)
+                warn_dropped(self.name, name, type(value).__name__)
         self.writer.flush()
 
     @on_main_process

@@ -17,12 +17,12 @@ class TrackioTracker(ProjectTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values of one step, a dictionary as `name/key`; what Trackio cannot store it leaves out itself."""
+        """Log values of one step, a dictionary as `name/key`; Trackio drops values that it cannot store."""
         record: dict[str, Any] = {}
         for name, value in values.items():
             record |= flat({name: value}, separator="/") if isinstance(value, dict) else {name: value}
         self.run.log(record, step=step, **kwargs)
 
     def run_identity(self) -> dict[str, Any]:
-        """Return the options by which `trackio.init` opens this run again."""
+        """Return the options with which `trackio.init` reopens this run."""
         return {"name": self.run.name, "resume": "allow"}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..general import on_main_process
 from ..projects import ProjectTracker
-from ..values import say_left_out
+from ..values import warn_dropped
 
 
 class WandBTracker(ProjectTracker):
@@ -18,15 +18,15 @@ class WandBTracker(ProjectTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values of one step; W&B takes numbers, text, dictionaries, lists, and objects of its own."""
+        """Log values of one step: numbers, text, dictionaries, lists, and objects of W&B."""
         try:
             self.run.log(values, step=step, **kwargs)
-        except TypeError:  # one value that W&B cannot store costs the whole record: store the others
+        except TypeError:  # W&B rejects the whole record for one value that it cannot store: log the others
             for name, value in values.items():
                 try:
                     self.run.log({name: value}, step=step, commit=False)
                 except TypeError:
-                    say_left_out("wandb", name, type(value).__name__)
+                    warn_dropped("wandb", name, type(value).__name__)
             self.run.log({}, step=step, **kwargs)
 
     @on_main_process
