@@ -71,32 +71,19 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     way = _way(settings, cluster, here, machines)
     machine_rank = 0 if is_rank or way == "mpirun" else _machine_rank(settings, cluster, machines, origins)
     address, port, port_is_free = _meeting_place(settings, cluster, machines, origins, way)
-    threads = settings.num_cpu_threads_per_process
-    if threads is None and here > 1 and way == "elastic":
-        cores = count_cores()
-        threads = max(1, cores // here)
-        origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {here} processes"
+    threads = _threads(settings, here, way, origins)
     variables = settings.child_variables()
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if settings.gpu_ids not in (None, "all"):
-        variables |= dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
-    if machines > 1 and not environment.read("GLOO_SOCKET_IFNAME"):
-        from .machines.network import interface_towards
-
-        if interface := interface_towards(address):
-            variables["GLOO_SOCKET_IFNAME"] = interface
-            origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
-    notes += _remarks_on_the_debugged_rank(settings, way, here * machines)
-    if cluster is not None and cluster.is_rank:
-        notes += _overruled(settings, cluster)
-    if cluster is not None and cluster.is_head:
-        notes.clear()  # the launchers on the machines know better what is there
-        if cluster.tasks_per_machine:
-            variables[TASKS_PER_MACHINE] = str(cluster.tasks_per_machine)
+    variables |= _device_variables(settings, accelerators)
+    if machines > 1:
+        variables |= _network_variables(address, origins)
+    variables |= _head_variables(cluster)
     variables[ORIGINS_VARIABLE] = json.dumps(
         {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
     )
+    notes += _notes_on_debug_rank(settings, way, here * machines) + _notes_on_num_processes(settings, cluster)
+    is_head = cluster is not None and cluster.is_head
     return Plan(
         way=way,
         script=tuple(script),
@@ -112,12 +99,44 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         threads=threads,
         variables=variables,
         origins=origins,
-        notes=tuple(notes),
+        notes=() if is_head else tuple(notes),  # the launcher on each machine knows which devices it has
         hosts=cluster.hosts if cluster is not None else None,
     )
 
 
-def _remarks_on_the_debugged_rank(settings: LaunchSettings, way: str, num_processes: int) -> list[str]:
+def _threads(settings: LaunchSettings, processes_here: int, way: str, origins: dict[str, str]) -> int | None:
+    asked = settings.num_cpu_threads_per_process
+    if asked is not None or processes_here == 1 or way != "elastic":
+        return asked
+    cores = count_cores()
+    origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {processes_here} processes"
+    return max(1, cores // processes_here)
+
+
+def _device_variables(settings: LaunchSettings, accelerators: int) -> dict[str, str]:
+    if settings.gpu_ids in (None, "all"):
+        return {}
+    return dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
+
+
+def _network_variables(address: str, origins: dict[str, str]) -> dict[str, str]:
+    from .machines.network import interface_towards
+
+    interface = None if environment.read("GLOO_SOCKET_IFNAME") else interface_towards(address)
+    if not interface:
+        return {}
+    origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
+    return {"GLOO_SOCKET_IFNAME": interface}
+
+
+def _head_variables(cluster: Cluster | None) -> dict[str, str]:
+    """Return what the head of a job hands to the launchers that it starts."""
+    if cluster is None or not cluster.is_head or not cluster.tasks_per_machine:
+        return {}
+    return {TASKS_PER_MACHINE: str(cluster.tasks_per_machine)}
+
+
+def _notes_on_debug_rank(settings: LaunchSettings, way: str, num_processes: int) -> list[str]:
     rank = settings.debug_rank
     if rank is None:
         return []
@@ -133,9 +152,11 @@ def _remarks_on_the_debugged_rank(settings: LaunchSettings, way: str, num_proces
     return []
 
 
-def _overruled(settings: LaunchSettings, cluster: Cluster) -> list[str]:
+def _notes_on_num_processes(settings: LaunchSettings, cluster: Cluster | None) -> list[str]:
+    if cluster is None or not cluster.is_rank or cluster.machine_rank != 0:
+        return []
     asked = settings.num_processes
-    if asked in (None, cluster.num_processes) or cluster.machine_rank != 0 or not _typed(settings, "num_processes"):
+    if asked in (None, cluster.num_processes) or not _typed(settings, "num_processes"):
         return []
     return [
         f"num_processes = {asked} ({settings.origin('num_processes')}) has no effect: {cluster.name} has started "
@@ -198,24 +219,12 @@ def _processes_here(
     origins: dict[str, str],
     notes: list[str],
 ) -> int:
-    ids = [] if settings.gpu_ids in (None, "all") else [word for word in str(settings.gpu_ids).split(",") if word]
+    ids = _gpu_ids(settings)
     if (settings.multi_gpu or ids) and accelerators == 0:
         asked = settings.origin("multi_gpu") if settings.multi_gpu else settings.origin("gpu_ids")
         notes.append(f"no GPU or other accelerator is there ({asked} asks for one): the processes run on the CPU.")
-    total = settings.num_processes
-    if total is not None:
-        if total < 1 or total % machines:
-            raise ValueError(
-                f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
-                f"{machines} machines together: use a multiple of {machines}."
-            )
-        here = total // machines
-        if accelerators and here > accelerators:
-            raise ValueError(
-                f"{here} processes on this machine need {here} accelerators, but there are {accelerators}: use "
-                f"--num_processes {accelerators * machines}, or --cpu."
-            )
-        return here
+    if settings.num_processes is not None:
+        return _share_of_machine(settings, settings.num_processes, machines, accelerators)
     if ids:
         origins["num_processes"] = f"the {len(ids)} ids of {settings.origin('gpu_ids')}"
         return len(ids)
@@ -227,6 +236,26 @@ def _processes_here(
         return cluster.tasks_per_machine
     origins["num_processes"] = "default: one per machine without accelerators"
     return 1
+
+
+def _gpu_ids(settings: LaunchSettings) -> list[str]:
+    return [] if settings.gpu_ids in (None, "all") else [word for word in str(settings.gpu_ids).split(",") if word]
+
+
+def _share_of_machine(settings: LaunchSettings, total: int, machines: int, accelerators: int) -> int:
+    """Return how many of the processes of all machines run on each; refuse a total that cannot be shared."""
+    if total < 1 or total % machines:
+        raise ValueError(
+            f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
+            f"{machines} machines together: use a multiple of {machines}."
+        )
+    here = total // machines
+    if accelerators and here > accelerators:
+        raise ValueError(
+            f"{here} processes on this machine need {here} accelerators, but there are {accelerators}: use "
+            f"--num_processes {accelerators * machines}, or --cpu."
+        )
+    return here
 
 
 def _meeting_place(

@@ -216,35 +216,49 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
 
 
 def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
-    from ...inference.quantized import layers_to_convert
+    name = estimates[0].largest_layer_name or type(model).__name__
+    return [
+        *_activation_notes(args, estimates),
+        *_mixed_precision_notes(estimates),
+        *_quantization_notes(args, model, estimates),
+        f"The largest layer is {name}. 1 GB is 10^9 bytes.",
+    ]
 
-    notes = []
+
+def _activation_notes(args: argparse.Namespace, estimates: list[Estimate]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for found in estimates:
         if found.left_out is not None:
             reasons.setdefault(found.left_out, []).append(found.dtype)
+    if not reasons:
+        samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
+        return [f"The batch has {samples}; what autograd keeps of it was measured, without numbers."]
+    notes = []
     for reason, dtypes in reasons.items():
         which = "The totals" if len(dtypes) == len(estimates) else f"The totals of {' and '.join(dtypes)}"
         notes.append(f"{which} are without activations: {reason}.")
-    if len(reasons) == 0:
-        samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
-        notes.append(f"The batch has {samples}; what autograd keeps of it was measured, without numbers.")
-    mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
-    if mixed:
-        notes.append(
-            f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."
-        )
-    quantized = [found.dtype for found in estimates if found.training is None]
-    if quantized and not layers_to_convert(model):
-        notes.append(f"{' and '.join(quantized)}: no linear layer can be quantised, so all is in float16.")
-    elif quantized:
-        notes.append(
-            f"{' and '.join(quantized)}: linear layers as bitsandbytes stores them, the rest in float16; for inference"
-            f"{', and never sharded' if args.fsdp else ''}."
-        )
-    name = estimates[0].largest_layer_name
-    notes.append(f"The largest layer is {name or type(model).__name__}. 1 GB is 10^9 bytes.")
     return notes
+
+
+def _mixed_precision_notes(estimates: list[Estimate]) -> list[str]:
+    mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
+    if not mixed:
+        return []
+    return [f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."]
+
+
+def _quantization_notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
+    from ...inference.quantized import layers_to_convert
+
+    quantized = [found.dtype for found in estimates if found.training is None]
+    if not quantized:
+        return []
+    if not layers_to_convert(model):
+        return [f"{' and '.join(quantized)}: no linear layer can be quantised, so all is in float16."]
+    return [
+        f"{' and '.join(quantized)}: linear layers as bitsandbytes stores them, the rest in float16; for inference"
+        f"{', and never sharded' if args.fsdp else ''}."
+    ]
 
 
 def _size(size: int | None) -> str:

@@ -219,12 +219,14 @@ class DeepSpeedPlugin:
             setattr(self, field, None if claims.value_of(key) == AUTO else claims.value_of(key))
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = words.get("transformer_moe_cls_names")
-        if self.zero3_init_flag is None and "zero3_init_flag" in words:
-            self.zero3_init_flag = _read("zero3_init_flag", words["zero3_init_flag"])
-        if self.zero3_init_flag and self.zero_stage != 3:
-            self.zero3_init_flag = False  # written in every config of old, whatever the stage
-        if self.zero3_init_flag is None:
-            self.zero3_init_flag = self.zero_stage == 3
+        self.zero3_init_flag = self._zero3_init(words.get("zero3_init_flag"))
+
+    def _zero3_init(self, word: str | None) -> bool:
+        """Return whether transformers makes models in partitions; old configs ask for it at every stage."""
+        flag = self.zero3_init_flag
+        if flag is None and word is not None:
+            flag = _read("zero3_init_flag", word)
+        return self.zero_stage == 3 and (flag is None or bool(flag))
 
     def claims(self) -> Claims:
         """Return the config with its origins, to say more of it."""

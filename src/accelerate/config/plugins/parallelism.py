@@ -139,17 +139,7 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size"):
-            size = getattr(self, name)
-            if size is None:
-                said = read_parallelism(name)
-                size = 1 if said is None else said
-            may_be_rest = name.startswith("dp_")
-            if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
-                raise ValueError(
-                    f"ParallelismConfig({name}={size!r}): a size is a whole number of processes, 1 or more"
-                    f"{', or -1 for what is left' if may_be_rest else ''}."
-                )
-            setattr(self, name, size)
+            setattr(self, name, self._checked_size(name))
         if self.dp_replicate_size == self.dp_shard_size == REST:
             raise ValueError("ParallelismConfig: only one of dp_replicate_size and dp_shard_size can be -1.")
         self.cp_backend = self.cp_backend or read_parallelism("cp_backend") or "torch"
@@ -163,6 +153,21 @@ class ParallelismConfig:
         if self.pp_handler is None and self.pp_enabled:
             self.pp_handler = PipelineConfig()
         self.device_mesh: DeviceMesh | None = None
+
+    def _checked_size(self, name: str) -> int:
+        """Return a size as given, else from the environment, else 1; refuse what is no size."""
+        size = getattr(self, name)
+        if size is None:
+            size = read_parallelism(name)
+        if size is None:
+            return 1
+        may_be_rest = name.startswith("dp_")
+        if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
+            raise ValueError(
+                f"ParallelismConfig({name}={size!r}): a size is a whole number of processes, 1 or more"
+                f"{', or -1 for what is left' if may_be_rest else ''}."
+            )
+        return size
 
     # --- how far along each axis ------------------------------------------------------------------------------------
 

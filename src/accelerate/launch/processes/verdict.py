@@ -143,13 +143,8 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
     """Find the culprit: the earliest of those that failed by themselves."""
     endings = list(endings)
     failed = sorted((ending for ending in endings if ending.failed), key=_time)
-    own = [ending for ending in failed if not ending.is_collateral]
-    if own and own[0].told is None:  # the others waited for a rank that had failed before
-        own = [ending for ending in own if ending.told is None]
-    elsewhere = not own
-    told = [ending for ending in failed if ending.told is not None]
-    candidates = own or told or [ending for ending in failed if not ending.ended_by_launcher] or failed
-    culprit = candidates[0]
+    own = _own_failures(failed)
+    culprit = own[0] if own else _most_telling(failed)
     others = [ending for ending in own if ending is not culprit]
     alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
     return Verdict(
@@ -157,10 +152,25 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
         alike=tuple(sorted(ending.rank for ending in alike)),
         other_failures=tuple(ending for ending in others if ending not in alike),
         collateral=tuple(ending for ending in failed if ending not in own and ending is not culprit),
-        elsewhere=elsewhere,
+        elsewhere=not own,
         out_of_memory=out_of_memory and culprit.machine is None,
         shapes=_different_shapes(culprit, endings),
     )
+
+
+def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
+    """Return the failures that are not the consequence of another one, in order of time."""
+    own = [ending for ending in failed if not ending.is_collateral]
+    if own and own[0].told is None:  # the ranks with a diagnosis waited for one that had failed before
+        own = [ending for ending in own if ending.told is None]
+    return own
+
+
+def _most_telling(collateral: Sequence[Ending]) -> Ending:
+    """Return the ending that says most, where all are collateral: one with a diagnosis, else one with an exception."""
+    diagnosed = (ending for ending in collateral if ending.told is not None)
+    by_itself = (ending for ending in collateral if not ending.ended_by_launcher)
+    return next(diagnosed, None) or next(by_itself, collateral[0])
 
 
 def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, str]:
