@@ -55,16 +55,16 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
+    from ..launch.console import notify
     from ..launch.machines.cluster import find_cluster
-    from ..launch.machines.hostfile import cluster_of_hostfile, remarks_on_machines
+    from ..launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
     from ..launch.plan import make_plan
-    from ..launch.processes.run import carry_out
-    from ..launch.say import say
+    from ..launch.processes.run import run_plan
 
     try:
         config = find_config(getattr(args, "config_file", None))
         settings = LaunchSettings.resolve(typed(args, OPTIONS), config)
-        cluster = find_cluster() or cluster_of_hostfile(settings)
+        cluster = find_cluster() or cluster_from_hostfile(settings)
         plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
         remarks += remarks_on_machines(settings)
@@ -78,10 +78,10 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
         if config is not None and config.misspelt and not settings.lenient:
             raise ValueError(f"{' '.join(config.misspelt)} Correct the file, or pass --lenient to continue without it.")
         for remark in remarks:
-            say(remark)
-        code = carry_out(settings, plan, replace_process=replace_process)
+            notify(remark)
+        code = run_plan(settings, plan, replace_process=replace_process)
     except (ValueError, OSError, LaunchError) as error:
-        say(str(error))
+        notify(str(error))
         raise SystemExit(2) from error
     if code != 0:
         raise SystemExit(code)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 # A driver leaves one of these behind; without any there is nothing to ask torch about, which would take seconds.
-_TRACES_OF_A_DRIVER = (
+_DRIVER_FILES = (
     *("/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/cambricon_dev0"),
     *("/dev/neuron0", "/dev/accel/accel0", "/dev/accel0", "/dev/hl0", "/dev/mtgpu.0"),
 )
@@ -15,7 +15,7 @@ _TRACES_OF_A_DRIVER = (
 
 def count_accelerators() -> int:
     """Return the number of accelerators that torch can use here."""
-    if sys.platform == "linux" and not any(Path(trace).exists() for trace in _TRACES_OF_A_DRIVER):
+    if sys.platform == "linux" and not any(Path(trace).exists() for trace in _DRIVER_FILES):
         return 0
     import torch
 

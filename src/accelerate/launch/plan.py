@@ -14,7 +14,7 @@ from ..config.origins import ORIGINS_VARIABLE
 from .devices import count_accelerators, count_cores
 from .machines.cluster import TASKS_PER_MACHINE, Cluster
 
-PORT_OF_SEVERAL_MACHINES = 29500
+DEFAULT_MASTER_PORT = 29500
 """The published one: machines that were told nothing else meet there."""
 
 _VISIBLE_DEVICES = (
@@ -27,7 +27,7 @@ _VISIBLE_DEVICES = (
 class Plan:
     """What one launcher will do."""
 
-    way: str
+    method: str
     """exec, elastic, srun or mpirun."""
     script: tuple[str, ...]
     """The script and its arguments, as typed."""
@@ -68,10 +68,10 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     is_rank = cluster is not None and cluster.is_rank  # who started the ranks has decided where and how many
     min_machines, machines = (1, 1) if is_rank else _machines(settings, cluster, origins)
     here = 1 if is_rank else _processes_here(settings, cluster, machines, accelerators, origins, notes)
-    way = _way(settings, cluster, here, machines)
-    machine_rank = 0 if is_rank or way == "mpirun" else _machine_rank(settings, cluster, machines, origins)
-    address, port, port_is_free = _meeting_place(settings, cluster, machines, origins, way)
-    threads = _threads(settings, here, way, origins)
+    method = _method(settings, cluster, here, machines)
+    machine_rank = 0 if is_rank or method == "mpirun" else _machine_rank(settings, cluster, machines, origins)
+    address, port, port_is_free = _rendezvous_address(settings, cluster, machines, origins, method)
+    threads = _threads(settings, here, method, origins)
     variables = settings.child_variables()
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
@@ -82,10 +82,10 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     variables[ORIGINS_VARIABLE] = json.dumps(
         {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
     )
-    notes += _notes_on_debug_rank(settings, way, here * machines) + _notes_on_num_processes(settings, cluster)
+    notes += _notes_on_debug_rank(settings, method, here * machines) + _notes_on_num_processes(settings, cluster)
     is_head = cluster is not None and cluster.is_head
     return Plan(
-        way=way,
+        method=method,
         script=tuple(script),
         processes_here=here,
         num_machines=machines,
@@ -104,9 +104,9 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     )
 
 
-def _threads(settings: LaunchSettings, processes_here: int, way: str, origins: dict[str, str]) -> int | None:
+def _threads(settings: LaunchSettings, processes_here: int, method: str, origins: dict[str, str]) -> int | None:
     asked = settings.num_cpu_threads_per_process
-    if asked is not None or processes_here == 1 or way != "elastic":
+    if asked is not None or processes_here == 1 or method != "elastic":
         return asked
     cores = count_cores()
     origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {processes_here} processes"
@@ -116,7 +116,9 @@ def _threads(settings: LaunchSettings, processes_here: int, way: str, origins: d
 def _device_variables(settings: LaunchSettings, accelerators: int) -> dict[str, str]:
     if settings.gpu_ids in (None, "all"):
         return {}
-    return dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
+    return dict.fromkeys(
+        _VISIBLE_DEVICES[:1] if accelerators == 0 else _visible_devices_variable(), str(settings.gpu_ids)
+    )
 
 
 def _network_variables(address: str, origins: dict[str, str]) -> dict[str, str]:
@@ -136,14 +138,14 @@ def _head_variables(cluster: Cluster | None) -> dict[str, str]:
     return {TASKS_PER_MACHINE: str(cluster.tasks_per_machine)}
 
 
-def _notes_on_debug_rank(settings: LaunchSettings, way: str, num_processes: int) -> list[str]:
+def _notes_on_debug_rank(settings: LaunchSettings, method: str, num_processes: int) -> list[str]:
     rank = settings.debug_rank
     if rank is None:
         return []
-    if way != "elastic":
+    if method != "elastic":
         found = f"debug_rank = {rank} ({settings.origin('debug_rank')}) has no effect: "
         one = "with one process, breakpoint() and `python -m pdb` work as they are"
-        return [found + (one if num_processes == 1 else f"{way} starts the processes and keeps the terminal") + "."]
+        return [found + (one if num_processes == 1 else f"{method} starts the processes and keeps the terminal") + "."]
     if not 0 <= rank < num_processes:
         raise ValueError(
             f"debug_rank is {rank} ({settings.origin('debug_rank')}), but there are {num_processes} processes: "
@@ -156,7 +158,7 @@ def _notes_on_num_processes(settings: LaunchSettings, cluster: Cluster | None) -
     if cluster is None or not cluster.is_rank or cluster.machine_rank != 0:
         return []
     asked = settings.num_processes
-    if asked in (None, cluster.num_processes) or not _typed(settings, "num_processes"):
+    if asked in (None, cluster.num_processes) or not _is_explicit(settings, "num_processes"):
         return []
     return [
         f"num_processes = {asked} ({settings.origin('num_processes')}) has no effect: {cluster.name} has started "
@@ -164,7 +166,7 @@ def _notes_on_num_processes(settings: LaunchSettings, cluster: Cluster | None) -
     ]
 
 
-def _way(settings: LaunchSettings, cluster: Cluster | None, processes_here: int, machines: int) -> str:
+def _method(settings: LaunchSettings, cluster: Cluster | None, processes_here: int, machines: int) -> str:
     if settings.mpirun_hostfile is not None:
         return "mpirun"
     if cluster is not None and cluster.is_head:
@@ -182,7 +184,7 @@ def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[s
         origins["num_machines"] = settings.origin("nnodes")
         return int(low), int(high or low)
     machines = settings.num_machines
-    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "num_machines"):
+    if cluster is not None and cluster.num_machines > 1 and not _is_explicit(settings, "num_machines"):
         machines = cluster.num_machines
         origins["num_machines"] = f"{cluster.name} ({cluster.hosts})"
     machines = 1 if machines is None else machines
@@ -192,7 +194,7 @@ def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[s
 
 
 def _machine_rank(settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str]) -> int:
-    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "machine_rank"):
+    if cluster is not None and cluster.num_machines > 1 and not _is_explicit(settings, "machine_rank"):
         origins["machine_rank"] = cluster.name
         return cluster.machine_rank
     rank = settings.machine_rank
@@ -258,16 +260,16 @@ def _share_of_machine(settings: LaunchSettings, total: int, machines: int, accel
     return here
 
 
-def _meeting_place(
-    settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str], way: str
+def _rendezvous_address(
+    settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str], method: str
 ) -> tuple[str, int, bool]:
     address, port = settings.main_process_ip, settings.main_process_port
-    if machines == 1 or way == "mpirun":
-        if port or way != "elastic":
+    if machines == 1 or method == "mpirun":
+        if port or method != "elastic":
             return "127.0.0.1", port or 0, False
         origins["main_process_port"] = "a free port"
         return "127.0.0.1", free_port(), True
-    if cluster is not None and cluster.address is not None and not _typed(settings, "main_process_ip"):
+    if cluster is not None and cluster.address is not None and not _is_explicit(settings, "main_process_ip"):
         address = cluster.address
         origins["main_process_ip"] = f"{cluster.name}: first machine"
         if port is None:
@@ -281,17 +283,17 @@ def _meeting_place(
             "address of machine 0 as the others see it."
         )
     if port is None:
-        port = PORT_OF_SEVERAL_MACHINES
+        port = DEFAULT_MASTER_PORT
         origins["main_process_port"] = "default for several machines"
     return address, port, False
 
 
-def _typed(settings: LaunchSettings, name: str) -> bool:
+def _is_explicit(settings: LaunchSettings, name: str) -> bool:
     """Tell whether a person chose this value for this launch; a batch system knows better than a file."""
     return settings.origin(name).startswith((FLAG, "environment"))
 
 
-def _visible() -> tuple[str, ...]:
+def _visible_devices_variable() -> tuple[str, ...]:
     """Return the variable by which this kind of accelerator is chosen."""
     import torch
 
@@ -309,7 +311,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command_of(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
+def worker_command(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
     """Return the command of one process; `recorded` ones leave a record of how they ended."""
     if settings.no_python:
         return list(script)

@@ -12,7 +12,7 @@ import pytest
 
 from accelerate.errors import LaunchError
 from accelerate.launch.machines import network, preflight
-from accelerate.launch.machines.preflight import Report, call_the_roll, check_port, reach
+from accelerate.launch.machines.preflight import Report, check_port, check_reachable, wait_for_all_machines
 from tests.clusters.machines import until
 from tests.ranks.pool import free_port
 from tests.timing import limit
@@ -64,7 +64,7 @@ def call(port: int) -> Iterator[Call]:
 
         def answer(rank: int, machines: int = 2, processes: int = 1, hosts: str | None = None) -> Future[None]:
             report = Report(machine_rank=rank, num_machines=machines, processes_here=processes, host=f"host{rank}")
-            return threads.submit(call_the_roll, report, "127.0.0.1", port, hosts)
+            return threads.submit(wait_for_all_machines, report, "127.0.0.1", port, hosts)
 
         yield answer
 
@@ -145,7 +145,7 @@ def test_a_missing_machine_is_named_as_the_batch_system_names_it(call: Call, hea
 def test_machine_0_that_is_somewhere_else_is_told(port: int, gives_up: None) -> None:
     own = Report(machine_rank=0, num_machines=2, processes_here=1, host="host0")
     with pytest.raises(LaunchError, match=rf"Note that 192.0.2.7:{port} is not an address of this machine"):
-        call_the_roll(own, "192.0.2.7", port, None)
+        wait_for_all_machines(own, "192.0.2.7", port, None)
 
 
 def test_a_machine_waits_for_machine_0_to_be_started(call: Call, port: int, hear: Hear) -> None:
@@ -180,7 +180,7 @@ def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(
         LaunchError, match=r"cannot reach nowhere.invalid:29500, .*: the name is unknown\. Check --main_p"
     ):
-        reach("nowhere.invalid", 29500)
+        check_reachable("nowhere.invalid", 29500)
 
 
 def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         LaunchError, match=rf"This machine \({socket.gethostname()}\) cannot reach 10.0.0.9:29500, .*: no an"
     ):
-        reach("10.0.0.9", 29500)
+        check_reachable("10.0.0.9", 29500)
     assert time.monotonic() - began < limit(1)
 
 
@@ -201,7 +201,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_something_listens(port: int, address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family):
-        reach(address, port)
+        check_reachable(address, port)
         with pytest.raises(
             LaunchError, match=rf"Port {port} on this machine .* cannot be used: Address already in use"
         ):
@@ -212,16 +212,16 @@ def test_something_listens(port: int, address: str) -> None:
 def test_machines_meet_by_the_new_addresses_too(port: int) -> None:
     reports = [Report(machine_rank=rank, num_machines=2, processes_here=1, host="here") for rank in range(2)]
     with ThreadPoolExecutor() as threads:
-        calls = [threads.submit(call_the_roll, report, "::1", port, None) for report in reports]
+        calls = [threads.submit(wait_for_all_machines, report, "::1", port, None) for report in reports]
         assert [answered.result(5) for answered in calls] == [None, None]
 
 
 def test_the_addresses_of_this_machine() -> None:
-    assert network.is_here("127.0.0.1")
-    assert network.is_here("localhost")
-    assert network.is_here(socket.gethostname())
-    assert not network.is_here("192.0.2.1")
-    assert not network.is_here("nowhere.invalid")
+    assert network.is_local_address("127.0.0.1")
+    assert network.is_local_address("localhost")
+    assert network.is_local_address(socket.gethostname())
+    assert not network.is_local_address("192.0.2.1")
+    assert not network.is_local_address("nowhere.invalid")
     assert network.local_address_towards("127.0.0.1") == "127.0.0.1"
     assert network.interface_towards("127.0.0.1") == "lo"
     assert network.local_address_towards("nowhere.invalid") is network.interface_towards("nowhere.invalid") is None

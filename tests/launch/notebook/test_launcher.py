@@ -28,8 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accelerate import Accelerator, PartialState
 from accelerate.config.environment import read
 from accelerate.errors import RuntimeConflictError, UnsupportedSettingError
+from accelerate.launch.notebook import launcher as notebook
 from accelerate.launch.notebook.failures import WorkerFailedError
-from accelerate.launch.notebook.launcher import launcher as notebook
 from accelerate.launchers import debug_launcher, notebook_launcher
 from tests.launching import run_script
 from tests.ranks.pool import free_port

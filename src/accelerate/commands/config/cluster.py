@@ -75,7 +75,7 @@ def _device(accelerators: int) -> str:
 
 def _meeting(machines: int) -> dict[str, Any]:
     """Ask how the machines find each other."""
-    from ...launch.plan import PORT_OF_SEVERAL_MACHINES
+    from ...launch.plan import DEFAULT_MASTER_PORT
 
     started_by = asking.choose(
         "Who starts the processes on each machine?",
@@ -96,7 +96,7 @@ def _meeting(machines: int) -> dict[str, Any]:
     return {
         **here,
         "main_process_ip": asking.write("Address of machine 0, as the others see it?", check=_no_spaces),
-        "main_process_port": asking.count("Port on machine 0?", PORT_OF_SEVERAL_MACHINES, high=65535),
+        "main_process_port": asking.count("Port on machine 0?", DEFAULT_MASTER_PORT, high=65535),
     }
 
 

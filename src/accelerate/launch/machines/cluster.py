@@ -42,17 +42,17 @@ def find_cluster() -> Cluster | None:
     process = ProcessInfo.from_environment()
     interactive = environment.read(environment.SLURM_STEP_ID) == _INTERACTIVE_STEP
     if process.launcher == "Slurm" and _one_task_per_machine() and not interactive:
-        return _one_of_several_machines(process)
+        return _one_machine_of_step(process)
     if process.launcher not in (None, "torchrun") and not interactive:
         return Cluster(
             name=str(process.launcher), is_rank=True, machine_rank=process.rank, num_processes=process.world_size
         )
     if environment.read("SLURM_JOB_ID") and environment.read("SLURM_JOB_NODELIST"):
-        return _body_of_a_job()
+        return _job_allocation()
     return None
 
 
-def _body_of_a_job() -> Cluster:
+def _job_allocation() -> Cluster:
     """Describe the script of an sbatch, or the shell of an salloc."""
     machines = int(environment.read("SLURM_JOB_NUM_NODES") or 1)
     tasks = environment.read("SLURM_TASKS_PER_NODE") if environment.read("SLURM_NTASKS") else None
@@ -70,7 +70,7 @@ def _one_task_per_machine() -> bool:
     return machines is not None and machines == environment.read("SLURM_STEP_NUM_TASKS")
 
 
-def _one_of_several_machines(process: ProcessInfo) -> Cluster:
+def _one_machine_of_step(process: ProcessInfo) -> Cluster:
     hosts = environment.read(environment.SLURM_NODE_LIST)
     several = process.world_size > 1
     return Cluster(
@@ -84,17 +84,17 @@ def _one_of_several_machines(process: ProcessInfo) -> Cluster:
     )
 
 
-def host_names(nodes: str) -> list[str]:
+def expand_node_list(nodes: str) -> list[str]:
     """Return all names of a Slurm node list such as `gpu[003-005,9],login1`."""
     names: list[str] = []
     for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         pieces = re.split(r"\[([^\]]*)\]", group)  # text and ranges take turns
-        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
         names += map("".join, product(*choices))
     return names
 
 
-def _numbers(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")

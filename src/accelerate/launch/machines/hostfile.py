@@ -13,7 +13,7 @@ from .cluster import Cluster
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 
 
-def cluster_of_hostfile(settings: LaunchSettings) -> Cluster | None:
+def cluster_from_hostfile(settings: LaunchSettings) -> Cluster | None:
     """Return the place of this machine among those of `--deepspeed_hostfile`, or None where there is no such file."""
     path = settings.resolved["deepspeed_hostfile"].value
     if path is None:
@@ -23,7 +23,7 @@ def cluster_of_hostfile(settings: LaunchSettings) -> Cluster | None:
     if len(set(machines.values())) > 1:
         raise LaunchError(f"{path} gives its machines different slots ({machines}): give each of them the same.")
     hosts = list(machines)
-    rank = settings.machine_rank if settings.machine_rank is not None else _own_place(hosts)
+    rank = settings.machine_rank if settings.machine_rank is not None else _own_rank(hosts)
     if rank is None and len(hosts) > 1:
         raise LaunchError(
             f"{socket.gethostname()} is not among the machines of {path} ({', '.join(hosts)}): give --machine_rank."
@@ -86,6 +86,6 @@ def _filtered(machines: dict[str, int], chosen: str | None, left_out: str | None
     return kept
 
 
-def _own_place(hosts: list[str]) -> int | None:
+def _own_rank(hosts: list[str]) -> int | None:
     own = {socket.gethostname(), socket.getfqdn(), socket.gethostname().partition(".")[0]}
     return next((place for place, host in enumerate(hosts) if host in own), None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-_ANYWHERE = "192.0.2.1"
+_EXTERNAL_ADDRESS = "192.0.2.1"
 """An address that belongs to nobody: the way there is the way out of this machine."""
 
 
-def is_here(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Tell whether a name or an address is one of this machine's own."""
     if address == socket.gethostname():
         return True
@@ -25,11 +25,11 @@ def is_here(address: str) -> bool:
 
 def local_address_towards(address: str) -> str | None:
     """Return this machine's own address as the other machines see it, when they meet at `address`."""
-    found = _address_on_the_way_to(address)
+    found = _source_address_towards(address)
     if found is None or not _is_loopback(found) or _is_loopback(address):
         return found
     # Many systems give their own name a loopback address, which says nothing about how others come here.
-    return _address_on_the_way_to(_ANYWHERE) or next((own for own, _ in _own_addresses()), found)
+    return _source_address_towards(_EXTERNAL_ADDRESS) or next((own for own, _ in _own_addresses()), found)
 
 
 def interface_towards(address: str) -> str | None:
@@ -50,7 +50,7 @@ def _own_addresses(loopback: bool = False) -> list[tuple[str, str]]:
     ]
 
 
-def _address_on_the_way_to(address: str) -> str | None:
+def _source_address_towards(address: str) -> str | None:
     for family, kind, *_, target in _resolve(address):
         with socket.socket(family, kind) as probe:
             try:

@@ -22,27 +22,27 @@ from ...config.settings import check_precision
 from ...errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
 from ...runtime.group.forks import keep_inheritances
 from ...runtime.process import ProcessInfo
+from ..console import loggers_silenced
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
-from ..processes.signals import ENDING, handlers_kept
-from ..say import quieted
-from .task import Task, let_the_watcher_explain, reset_signals, run_task
+from ..processes.signals import TERMINATION_SIGNALS, handlers_restored
+from .task import Task, attach_diagnosis, reset_signals, run_task
 
 if TYPE_CHECKING:
     from .failures import WorkerFailedError
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-# [Note: where workers meet]
+# [Note: worker rendezvous]
 # torch's static rendezvous has two faults. Its port has to be chosen before it is bound, and somebody may take it in
 # between; and its store outlives the workers, so that restarted ones find the addresses of those they replace and hang.
 # On one host the c10d rendezvous binds whatever port is free; with restarts, its workers bring a store of their own.
 
 _LOOPBACK = "127.0.0.1"
-_PUBLISHED_PORT = "29500"
-_PATIENCE = timedelta(days=1)
-_LOGS_OF_FAILURES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
-_HANDLED_SIGNALS = ",".join(number.name for number in ENDING)
+_DEFAULT_PORT = "29500"
+_DEBUG_TIMEOUT = timedelta(days=1)
+_FAILURE_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_HANDLED_SIGNALS = ",".join(number.name for number in TERMINATION_SIGNALS)
 # torch asks NVML for the number of devices then, instead of initialising CUDA, after which no process can fork.
 _COUNT_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -52,7 +52,7 @@ def notebook_launcher(
     args: Sequence[Any] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    use_port: str | int = _PUBLISHED_PORT,
+    use_port: str | int = _DEFAULT_PORT,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
@@ -88,7 +88,7 @@ def notebook_launcher(
         address = master_addr if num_nodes > 1 else _LOOPBACK
         rendezvous = {"rank": node_rank}
         if rdzv_backend == "static" and (num_nodes == 1 or max_restarts):
-            rdzv_backend, rendezvous = "c10d", {"is_host": node_rank == 0}  # [Note: where workers meet]
+            rdzv_backend, rendezvous = "c10d", {"is_host": node_rank == 0}  # [Note: worker rendezvous]
         with _new_task(function, args, method, log_line_prefix_template) as task:
             _run_elastic(
                 task,
@@ -128,7 +128,7 @@ def debug_launcher(
         _refuse_existing_state("debug_launcher")
         with _new_task(function, args, _start_method(None, None)) as task:
             if debug_rank is not None:
-                return _run_among_peers(task, num_processes, debug_rank)
+                return _run_debugged_rank(task, num_processes, debug_rank)
             _run_elastic(
                 task,
                 nproc_per_node=num_processes,
@@ -225,7 +225,7 @@ def _start_method(requested: str | None, accelerator_in_use: str | None) -> str:
 def _port(use_port: str | int, num_nodes: int) -> int:
     """Return the port to meet at. On one host, where nobody else has to know, 0 is any that is free."""
     if num_nodes == 1:
-        if str(use_port) == _PUBLISHED_PORT:
+        if str(use_port) == _DEFAULT_PORT:
             return 0
         try:
             check_port(int(use_port))
@@ -251,7 +251,7 @@ def _new_task(
 
 
 @contextmanager
-def _nobody_left_behind() -> Iterator[None]:
+def _children_killed_on_error() -> Iterator[None]:
     """End the processes that were started inside, if the block is left by an error or an impatient Ctrl-C."""
     before = set(multiprocessing.active_children())
     try:
@@ -286,13 +286,13 @@ def _run_elastic(task: Task, **launch: Any) -> None:
 
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_SIGNALS, **_COUNT_WITHOUT_CUDA}
     if launch["max_restarts"]:
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: where workers meet]
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: worker rendezvous]
     ended_by = None
     with (
         patch_environment(**variables),
-        handlers_kept(),
-        _nobody_left_behind(),
-        nullcontext() if launch["max_restarts"] else quieted(*_LOGS_OF_FAILURES),  # a restart should be seen
+        handlers_restored(),
+        _children_killed_on_error(),
+        nullcontext() if launch["max_restarts"] else loggers_silenced(*_FAILURE_LOGGERS),  # a restart should be seen
     ):
         config = LaunchConfig(
             start_method=task.start_method,
@@ -304,7 +304,7 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         except ChildFailedError as error:
             failure = task.failure({rank: seen.exitcode for rank, seen in error.failures.items()})
             if failure is None:
-                raise _unexplained(error) from error
+                raise _failure_without_record(error) from error
             failure.failures = error.failures
             raise failure from None  # torch names whom it saw end first, often a victim: kept as `__context__`
         except SignalException as signalled:
@@ -314,7 +314,7 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         raise ended_by
 
 
-def _unexplained(error: Any) -> WorkerFailedError:
+def _failure_without_record(error: Any) -> WorkerFailedError:
     from .failures import WorkerFailedError
 
     rank, failure = error.get_first_failure()
@@ -328,7 +328,7 @@ def _unexplained(error: Any) -> WorkerFailedError:
     return unexplained
 
 
-def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
+def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
     """Be one rank of a task in this process, while the other ranks run in processes of their own."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
@@ -338,18 +338,18 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
     excepthook = sys.excepthook
     ranks = [rank for rank in range(num_processes) if rank != debug_rank]
     world = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-    with patch_environment(**world), _nobody_left_behind(), quieted(*_LOGS_OF_FAILURES):
+    with patch_environment(**world), _children_killed_on_error(), loggers_silenced(*_FAILURE_LOGGERS):
         peers = start_processes(  # type: ignore[no-untyped-call]
-            _be_a_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
+            _run_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
         )
-        sys.excepthook = _say_nothing  # the error is raised here
+        sys.excepthook = _ignore_error  # the error is raised here
         try:
             with patch_environment(RANK=debug_rank, LOCAL_RANK=debug_rank):
-                result = _call_patiently(task)
+                result = _call_with_debug_timeout(task)
         except Exception as error:
             failure = task.failure()
             if failure is None:
-                let_the_watcher_explain(error)
+                attach_diagnosis(error)
             raise error from (failure or error.__cause__)
         finally:
             Runtime.reset()
@@ -362,31 +362,31 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
         return result if debug_rank == 0 else task.result()
 
 
-def _say_nothing(*_: Any) -> None:
+def _ignore_error(*_: Any) -> None:
     """Be the hook for uncaught errors of a process whose errors are shown elsewhere."""
 
 
-def _be_a_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
+def _run_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
     """Be one of the ranks beside the debugged one, and out of the debugger's way."""
     reset_signals(on_interrupt=signal.SIG_DFL)
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C at the debugger's prompt is not meant for this process
-    sys.breakpointhook = _pass_by
+    sys.breakpointhook = _ignore_breakpoint
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
     with patch_environment(RANK=ranks[index], LOCAL_RANK=ranks[index]):
-        replace(task, function=_call_patiently, args=(task,)).run()
+        replace(task, function=_call_with_debug_timeout, args=(task,)).run()
 
 
-def _pass_by(*args: Any, **kwargs: Any) -> None:
+def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Be the breakpoint of a rank that nobody debugs."""
 
 
-def _call_patiently(task: Task) -> Any:
+def _call_with_debug_timeout(task: Task) -> Any:
     """Call the function with a process group that waits for a rank in the debugger."""
     from ...runtime.group.runtime import Runtime
 
-    meeting_place = (task.directory / "meeting_place").as_uri()
-    options = InitProcessGroupKwargs(init_method=meeting_place, timeout=_PATIENCE)
+    rendezvous_file = (task.directory / "rendezvous").as_uri()
+    options = InitProcessGroupKwargs(init_method=rendezvous_file, timeout=_DEBUG_TIMEOUT)
     Runtime.start(cpu=True, init_handler=options).barrier()  # nobody may leave while others still come
     return task.function(*task.args)

@@ -8,7 +8,7 @@ from typing import Any
 from ...config.enums import DistributedType
 from ...config.environment import export, read
 
-MEETING_FILE = "ACCELERATE_DEBUG_RDV_FILE"
+RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
 
 
 class PrepareForLaunch:
@@ -35,15 +35,15 @@ class PrepareForLaunch:
             variables["ACCELERATE_USE_CPU"] = "yes"
         export(variables)
         if self.debug:
-            _meet_at_a_file(index, world_size, read(MEETING_FILE))
+            _init_from_file_store(index, world_size, read(RENDEZVOUS_FILE))
         self.launcher(*args)
 
 
-def _meet_at_a_file(rank: int, world_size: str | None, file: str | None) -> None:
+def _init_from_file_store(rank: int, world_size: str | None, file: str | None) -> None:
     if world_size is None or file is None:
         raise RuntimeError(
-            f"Process {rank} was started with debug=True, which needs WORLD_SIZE and {MEETING_FILE} (a path to a file "
-            "that does not exist yet) in the parent's environment. debug_launcher does all of this."
+            f"Process {rank} was started with debug=True, which needs WORLD_SIZE and {RENDEZVOUS_FILE} (a path to a "
+            "file that does not exist yet) in the parent's environment. debug_launcher does all of this."
         )
     from torch.distributed import init_process_group
     from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.environment import export_settings, patch_environment, read
 from ...runtime.process import ProcessInfo
-from ..processes.signals import answer_with
-from ..processes.worker import TOLD, ending_by
+from ..processes.signals import set_handlers
+from ..processes.worker import DIAGNOSIS, error_record
 
 if TYPE_CHECKING:
     from .failures import WorkerFailedError
@@ -46,8 +46,8 @@ class Task:
         return self.start_method == "fork"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        carried = import_module("cloudpickle").dumps((self.function, self.args))
-        return _unpacked, (carried, self.directory, self.start_method, self.line_prefix)
+        payload = import_module("cloudpickle").dumps((self.function, self.args))
+        return _task_from_pickle, (payload, self.directory, self.start_method, self.line_prefix)
 
     def run(self) -> None:
         """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
@@ -56,24 +56,24 @@ class Task:
         if self.forked:
             atexit._clear()  # of the parent, whose temporary folders they delete; the watcher may run them
         here = ProcessInfo.from_environment()
-        _print_whole_lines(self._line_prefix_of(here))
+        _buffer_lines(self._line_prefix_of(here))
         if self.forked or read("OMP_NUM_THREADS") is None:
             torch.set_num_threads(1)  # OpenMP's threads did not survive the fork; and N workers share the cores
         # The watcher calls it with the error of a thread that does not come back. The launcher shows the error.
-        sys.excepthook = lambda kind, error, trace: self._leave_failure(here.rank, error)
+        sys.excepthook = lambda kind, error, trace: self._write_failure(here.rank, error)
         try:
             with patch_environment(**export_settings({"fork_launched": self.forked or None})):
                 result = self._call()
             if here.rank == 0:
-                (self.directory / "result").write_bytes(self._packed(result))
+                (self.directory / "result").write_bytes(self._serialized(result))
         except (Exception, SystemExit) as error:
-            self._leave_failure(here.rank, error)
+            self._write_failure(here.rank, error)
             if isinstance(error, Exception):
-                let_the_watcher_explain(error)
-            if hasattr(error, TOLD):
-                self._leave_failure(here.rank, error)
+                attach_diagnosis(error)
+            if hasattr(error, DIAGNOSIS):
+                self._write_failure(here.rank, error)
             raise
-        leave_the_others()
+        leave_process_group()
 
     def _line_prefix_of(self, here: ProcessInfo) -> str | None:
         if self.line_prefix is None:
@@ -90,7 +90,7 @@ class Task:
                 raise
             return None
 
-    def _packed(self, result: Any) -> bytes:
+    def _serialized(self, result: Any) -> bytes:
         try:
             return bytes((pickle if self.forked else import_module("cloudpickle")).dumps(result))
         except Exception as error:
@@ -99,7 +99,7 @@ class Task:
                 f"({error}): return numbers, tensors or a state_dict, or save it to a file."
             ) from error
 
-    def _leave_failure(self, rank: int, error: BaseException) -> None:
+    def _write_failure(self, rank: int, error: BaseException) -> None:
         attempt = int(read("TORCHELASTIC_RESTART_COUNT") or 0)
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
@@ -107,8 +107,8 @@ class Task:
         failure = {
             "attempt": attempt,
             "rank": rank,
-            "record": ending_by(error),
-            "details": "".join(traceback.format_exception(type(error), error, _without_watcher(trace))).strip(),
+            "record": error_record(error),
+            "details": "".join(traceback.format_exception(type(error), error, _without_watcher_frames(trace))).strip(),
         }
         draft = self.directory / f"{attempt}-{rank}.draft"
         draft.write_text(json.dumps(failure))
@@ -141,15 +141,17 @@ class Task:
         first = judge(endings, out_of_memory=False).culprit
         if first.record is None:
             return None
-        return WorkerFailedError(first.rank, first.record["text"], failures[first.rank]["details"], told=first.told)
+        return WorkerFailedError(
+            first.rank, first.record["text"], failures[first.rank]["details"], told=first.diagnosis
+        )
 
 
-def let_the_watcher_explain(error: Exception) -> None:
+def attach_diagnosis(error: Exception) -> None:
     """Hand an error to the watcher, which stands at `sys.excepthook`: it knows why a connection was lost."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def leave_the_others() -> None:
+def leave_process_group() -> None:
     """Leave the process group as a script does at its end: torch lets no worker end before all of them are done.
 
     A rank that still waits for this one is then told that it has left, and not that it is busy.
@@ -177,21 +179,21 @@ def run_task(task: Task) -> None:
 
 def reset_signals(on_interrupt: Any) -> None:
     """Undo the launcher's handlers, which a fork inherits: SIGTERM has to end a worker inside a collective too."""
-    answer_with(signal.SIG_DFL)
+    set_handlers(signal.SIG_DFL)
     signal.signal(signal.SIGINT, on_interrupt)
 
 
-def _print_whole_lines(prefix: str | None) -> None:
+def _buffer_lines(prefix: str | None) -> None:
     """Print by the line, so that the lines of two ranks are not torn apart and none is lost with its process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if prefix is None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
         elif stream is not None:  # a notebook's stream passes on every piece of a line at once
-            setattr(sys, name, _WholeLines(stream, prefix or ""))
+            setattr(sys, name, _LineBuffer(stream, prefix or ""))
 
 
-class _WholeLines:
+class _LineBuffer:
     """A stream that passes whole lines on."""
 
     def __init__(self, stream: Any, prefix: str) -> None:
@@ -218,12 +220,12 @@ class _WholeLines:
         return getattr(self._stream, name)
 
 
-def _unpacked(carried: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
-    function, args = pickle.loads(carried)
+def _task_from_pickle(payload: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
+    function, args = pickle.loads(payload)
     return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
 
 
-def _without_watcher(trace: TracebackType | None) -> TracebackType | None:
+def _without_watcher_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames of the watcher, which stands in for `sys.exit`."""
     watcher = Path(__file__).parents[2] / "watch" / "hangs"
     kept = []

@@ -30,22 +30,22 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ...errors import START_ME_AGAIN, LaunchError
-from ..machines.failure_exchange import SECONDS_TO_HEAR, News
+from ..console import loggers_silenced, notify
+from ..machines.failure_exchange import SECONDS_TO_EXCHANGE, FailureExchange
 from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
-from ..say import quieted, say
 from .guard import Guard
-from .signals import answer_with, answered_by
+from .signals import handled_by, set_handlers
 from .verdict import Ending, judge
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 """After the first failure, so that ranks which fail by themselves can say so."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
-LONGEST_TEXT_FOR_OTHERS = 8000
+MAX_PUBLISHED_TEXT = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
 
 
-class PortTaken(Exception):
+class PortInUseError(Exception):
     """Say that somebody else listens on the port, so that another one can be tried."""
 
 
@@ -73,7 +73,7 @@ class Job:
     redirects: str
     line_prefix: str
     debug: bool
-    is_meeting_place: bool = False
+    is_rendezvous_host: bool = False
     """The machines meet here: the store is in this process."""
 
     @property
@@ -94,7 +94,7 @@ class Outcome:
     """As the machines agreed, where they may come and go."""
 
     @property
-    def asks_for_a_start(self) -> bool:
+    def asks_for_restart(self) -> bool:
         """Whether the processes saved and left, to be started again."""
         codes = {ending.exit_code for ending in self.endings}
         return START_ME_AGAIN in codes and codes <= {0, START_ME_AGAIN}
@@ -109,30 +109,30 @@ def run(job: Job, guard: Guard) -> Outcome:
     """Run the processes of this machine until they end."""
     agent = Agent(job, guard)
     # What torchelastic says about a failure is said better, and once, by the verdict.
-    quiet = nullcontext() if job.debug else quieted("torch.distributed.elastic")
+    quiet = nullcontext() if job.debug else loggers_silenced("torch.distributed.elastic")
     try:
-        with quiet, answered_by(agent.on_signal):
+        with quiet, handled_by(agent.on_signal):
             agent.run()
     except SignalException:
         pass
     except (RendezvousError, DistError) as error:
         if "address already in use" in str(error).lower():
-            raise PortTaken from error
+            raise PortInUseError from error
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
             f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
             "that machine still running? The run cannot continue without it."
         ) from error
     finally:
-        if agent.news is not None:
+        if agent.exchange is not None:
             if agent.outcome.failed:  # Slurm ends all when the first one has left, but a verdict is due
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            agent.news.leave_together()
+            agent.exchange.exit_barrier()
         agent.rendezvous.shutdown()
     return agent.outcome
 
 
-class _StoreForEveryAttempt(StaticTCPRendezvous):
+class _StorePerAttempt(StaticTCPRendezvous):
     """torch's static rendezvous, with a new store on a new port for the processes of every attempt.
 
     torch hands them the same one again, where they find the addresses of processes that have ended, and wait.
@@ -142,11 +142,11 @@ class _StoreForEveryAttempt(StaticTCPRendezvous):
     use_agent_store = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        met = super().next_rendezvous()
+        found = super().next_rendezvous()
         self.attempts += 1
-        store = PrefixStore(f"attempt_{self.attempts}", met.store)
-        place = RendezvousStoreInfo.build(met.rank, store, local_addr=self.master_addr)
-        return RendezvousInfo(store, met.rank, met.world_size, place)
+        store = PrefixStore(f"attempt_{self.attempts}", found.store)
+        place = RendezvousStoreInfo.build(found.rank, store, local_addr=self.master_addr)
+        return RendezvousInfo(store, found.rank, found.world_size, place)
 
 
 class Agent(LocalElasticAgent):
@@ -156,7 +156,7 @@ class Agent(LocalElasticAgent):
         self.job = job
         self.guard = guard
         self.outcome = Outcome()
-        self.news: News | None = None
+        self.exchange: FailureExchange | None = None
         self._deadline: float | None = None
         self.rendezvous = self._make_rendezvous()
         spec = WorkerSpec(
@@ -182,11 +182,11 @@ class Agent(LocalElasticAgent):
         if job.is_static:
             settings["rank"] = job.machine_rank
         if job.is_static and job.max_restarts > 0:
-            return _StoreForEveryAttempt(
+            return _StorePerAttempt(
                 job.address, job.port, job.machine_rank, job.max_machines, job.run_id, int(settings["timeout"])
             )
         # torch recognises its own machine by a loopback address, but not by every name and address it has.
-        is_local = job.is_meeting_place and not job.is_static
+        is_local = job.is_rendezvous_host and not job.is_static
         return rendezvous.get_rendezvous_handler(
             RendezvousParameters(
                 backend=job.backend,
@@ -201,14 +201,14 @@ class Agent(LocalElasticAgent):
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Hand a signal to the processes and give them time; on the second one, end them."""
-        if not self._living():
+        if not self._running():
             raise SystemExit(128 + number)
         if self.outcome.signal is None:
             self.outcome.signal = number
             self._deadline = time.monotonic() + self.job.grace_period
             self._send(number)
             again = "; press Ctrl-C again to end them now" if number == signal.SIGINT else ""
-            say(
+            notify(
                 f"{signal.Signals(number).name}: the processes have {self.job.grace_period:g} s to save and end{again}."
             )
         else:
@@ -216,26 +216,26 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.job.is_static and self.job.max_machines > 1:
-            answer_with(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
-        if self.news is not None:
-            self.news.tell(None)  # so that nobody goes on listening to the attempt before
-            self.news = None
-        with self._notice_of_a_long_wait():
+            set_handlers(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
+        if self.exchange is not None:
+            self.exchange.publish(None)  # so that nobody goes on listening to the attempt before
+            self.exchange = None
+        with self._notify_of_long_wait():
             super()._rendezvous(worker_group)
         found: Any = worker_group  # torch's annotations say that its numbers are None
         self.outcome.machine_rank = found.group_rank
-        if found.group_world_size > 1 and News.can_travel(found.store):
-            self.news = News(found.store, found.group_world_size)
+        if found.group_world_size > 1 and FailureExchange.is_supported(found.store):
+            self.exchange = FailureExchange(found.store, found.group_world_size)
 
     @contextmanager
-    def _notice_of_a_long_wait(self) -> Iterator[None]:
+    def _notify_of_long_wait(self) -> Iterator[None]:
         least, most = self.job.min_machines, self.job.max_machines
         wanted = f"{most}" if least == most else f"{least} to {most}"
         place = f"{self.job.address}:{self.job.port}"
         sentence = (
             f"for {SECONDS_BETWEEN_NOTICES:.0f} s this machine has waited at {place} for others; {wanted} are wanted."
         )
-        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, say, [sentence])
+        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, notify, [sentence])
         timer.daemon = True
         timer.start()
         try:
@@ -245,58 +245,58 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines, which may need the store, in a way that hears signals and failures."""
-        if self.news is None:
+        if self.exchange is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
             return
-        self.news.done()
-        self.news.wait(SECONDS_FOR_OTHER_MACHINES_TO_END)
-        self._note_culprit_elsewhere()
+        self.exchange.mark_done()
+        self.exchange.wait(SECONDS_FOR_OTHER_MACHINES_TO_END)
+        self._add_remote_culprit()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        answer_with(self.on_signal)  # torch has just put its own handlers there
-        self.guard.look_after(pids.values())
+        set_handlers(self.on_signal)  # torch has just put its own handlers there
+        self.guard.watch_groups(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         still_running: set[int] = set()
-        lost_elsewhere = self.news is not None and self.news.culprit is not None
+        failed_elsewhere = self.exchange is not None and self.exchange.culprit is not None
         if self.outcome.signal is not None:
             self._remaining_restarts = 0
-            self._wait_for_everyone()
-            self._note_endings(worker_group)
-            self._tell_other_machines()
+            self._wait_for_exit()
+            self._record_endings(worker_group)
+            self._publish_failure()
         elif START_ME_AGAIN in self._exit_codes().values():
             self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
             self._deadline = time.monotonic() + self.job.grace_period
-            self._wait_for_everyone()
-        elif lost_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
+            self._wait_for_exit()
+        elif failed_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
             self._wait_for_failures()
-            self._note_endings(worker_group)
-            self._tell_other_machines()
-            still_running = self._end_the_rest()
+            self._record_endings(worker_group)
+            self._publish_failure()
+            still_running = self._terminate_running()
         result: RunResult = super()._monitor_workers(worker_group)
-        if not self._living():
-            self._note_endings(worker_group, still_running)
-            self._note_culprit_elsewhere()
-        return RunResult(state=WorkerState.FAILED) if lost_elsewhere else result
+        if not self._running():
+            self._record_endings(worker_group, still_running)
+            self._add_remote_culprit()
+        return RunResult(state=WorkerState.FAILED) if failed_elsewhere else result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.outcome.failed:
             left = self._remaining_restarts
             verdict = judge(self.outcome.endings, out_of_memory=False)
             lost = " (it lost another machine)" if verdict.elsewhere else ""
-            say(f"{verdict.headline}{lost}; restarting ({left} more after this).")
+            notify(f"{verdict.headline}{lost}; restarting ({left} more after this).")
             self.outcome.attempts += 1
         else:
-            say("the number of machines changed; restarting with the new number.")
+            notify("the number of machines changed; restarting with the new number.")
         self.outcome.endings.clear()
         super()._restart_workers(worker_group)
 
-    def _wait_for_everyone(self) -> None:
+    def _wait_for_exit(self) -> None:
         assert self._deadline is not None
         deadline = self._deadline
-        while self._living() and time.monotonic() < deadline:
+        while self._running() and time.monotonic() < deadline:
             codes = self._exit_codes().values()
             if deadline == self._deadline and any(code not in (None, 0, START_ME_AGAIN) for code in codes):
                 # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
@@ -307,18 +307,18 @@ class Agent(LocalElasticAgent):
     def _wait_for_failures(self) -> None:
         """Let others fail by themselves for a moment."""
         until = time.monotonic() + SECONDS_FOR_OTHERS_TO_FAIL
-        while self._living() and time.monotonic() < until:
+        while self._running() and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _end_the_rest(self) -> set[int]:
+    def _terminate_running(self) -> set[int]:
         """End the ranks that still run, and return them."""
-        living = set(self._living())
+        living = set(self._running())
         if living:
             assert self._pcontext is not None
             self._pcontext.close(signal.SIGTERM, SECONDS_FOR_COLLATERAL_TO_END)
         return living
 
-    def _note_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
+    def _record_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
         assert self._pcontext is not None
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self.outcome.endings = [
@@ -332,26 +332,24 @@ class Agent(LocalElasticAgent):
             for local_rank, code in self._exit_codes().items()
         ]
 
-    def _tell_other_machines(self) -> None:
+    def _publish_failure(self) -> None:
         """Say who failed here, or wait for a moment to hear it where all ranks here only lost their peers."""
-        if self.news is None or not self.outcome.failed:
+        if self.exchange is None or not self.outcome.failed:
             return
         verdict = judge(self.outcome.endings, out_of_memory=False)
         if verdict.elsewhere:
             if self.outcome.signal is None:
-                self.news.wait(SECONDS_TO_HEAR)
+                self.exchange.wait(SECONDS_TO_EXCHANGE)
             return
         culprit = verdict.culprit
         if culprit.record is not None:
-            culprit = replace(
-                culprit, record=culprit.record | {"text": culprit.record["text"][:LONGEST_TEXT_FOR_OTHERS]}
-            )
+            culprit = replace(culprit, record=culprit.record | {"text": culprit.record["text"][:MAX_PUBLISHED_TEXT]})
         machine = f"machine {self.outcome.machine_rank} ({socket.gethostname()})"
-        self.news.tell(asdict(replace(culprit, machine=machine, crash=culprit.crash[:LONGEST_TEXT_FOR_OTHERS])))
+        self.exchange.publish(asdict(replace(culprit, machine=machine, crash=culprit.crash[:MAX_PUBLISHED_TEXT])))
 
-    def _note_culprit_elsewhere(self) -> None:
-        if self.news is not None and self.news.culprit is not None:
-            culprit = Ending(**self.news.culprit)
+    def _add_remote_culprit(self) -> None:
+        if self.exchange is not None and self.exchange.culprit is not None:
+            culprit = Ending(**self.exchange.culprit)
             if culprit.rank not in (ending.rank for ending in self.outcome.endings):
                 self.outcome.endings.append(culprit)
 
@@ -364,10 +362,10 @@ class Agent(LocalElasticAgent):
     def _exit_codes(self) -> dict[int, int | None]:
         return {local_rank: process.poll() for local_rank, process in self._processes().items()}
 
-    def _living(self) -> list[int]:
+    def _running(self) -> list[int]:
         return [local_rank for local_rank, code in self._exit_codes().items() if code is None]
 
     def _send(self, number: int) -> None:
-        for local_rank in self._living():
+        for local_rank in self._running():
             with suppress(ProcessLookupError):
                 os.killpg(self._processes()[local_rank].pid, number)

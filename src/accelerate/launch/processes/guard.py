@@ -28,7 +28,7 @@ class Guard:
             start_new_session=True,
         )
 
-    def look_after(self, process_groups: Iterable[int]) -> None:
+    def watch_groups(self, process_groups: Iterable[int]) -> None:
         """Name process groups that must not outlive the launcher."""
         assert self._process.stdin is not None
         self._process.stdin.write("".join(f"{group}\n" for group in process_groups).encode())

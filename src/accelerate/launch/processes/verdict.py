@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.collectives.last_calls import read_calls
-from .worker import CRASH_FILE_NAME, is_users
+from .worker import CRASH_FILE_NAME, is_user_file
 
 # What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
-_SYMPTOMS_OF_A_LOST_PEER = re.compile(
+_LOST_PEER_ERRORS = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
     r"|nccl communicator was aborted|watchdog caught collective operation timeout|unhandled system error"
@@ -54,10 +54,10 @@ class Ending:
     @property
     def lost_a_peer(self) -> bool:
         """Whether its exception is what a healthy rank meets when another one is gone."""
-        return self.record is not None and _SYMPTOMS_OF_A_LOST_PEER.search(self.record["text"]) is not None
+        return self.record is not None and _LOST_PEER_ERRORS.search(self.record["text"]) is not None
 
     @property
-    def told(self) -> str | None:
+    def diagnosis(self) -> str | None:
         """What the watcher said: why the rank waited in vain, or why its peer was lost."""
         if self.record is None:
             return None
@@ -129,8 +129,8 @@ class Verdict:
             place = next(iter(_crash_places(self.culprit.crash)), None)
             call = next(iter(self.shapes.values())).partition("(")[0]
             return f"the ranks brought different shapes to {call}()" + (f" ({place[0]})" if place else "")
-        if self.culprit.told is not None:
-            return _parts(self.culprit.told)[0]
+        if self.culprit.diagnosis is not None:
+            return _split_diagnosis(self.culprit.diagnosis)[0]
         where = f" on {self.culprit.machine}" if self.culprit.machine else ""
         return f"rank {self.culprit.rank}{where} failed{self._first}: {describe(self.culprit, self.out_of_memory)}"
 
@@ -144,7 +144,7 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
     endings = list(endings)
     failed = sorted((ending for ending in endings if ending.failed), key=_time)
     own = _own_failures(failed)
-    culprit = own[0] if own else _most_telling(failed)
+    culprit = own[0] if own else _most_informative(failed)
     others = [ending for ending in own if ending is not culprit]
     alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
     return Verdict(
@@ -161,14 +161,14 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
 def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
     """Return the failures that are not the consequence of another one, in order of time."""
     own = [ending for ending in failed if not ending.is_collateral]
-    if own and own[0].told is None:  # the ranks with a diagnosis waited for one that had failed before
-        own = [ending for ending in own if ending.told is None]
+    if own and own[0].diagnosis is None:  # the ranks with a diagnosis waited for one that had failed before
+        own = [ending for ending in own if ending.diagnosis is None]
     return own
 
 
-def _most_telling(collateral: Sequence[Ending]) -> Ending:
+def _most_informative(collateral: Sequence[Ending]) -> Ending:
     """Return the ending that says most, where all are collateral: one with a diagnosis, else one with an exception."""
-    diagnosed = (ending for ending in collateral if ending.told is not None)
+    diagnosed = (ending for ending in collateral if ending.diagnosis is not None)
     by_itself = (ending for ending in collateral if not ending.ended_by_launcher)
     return next(diagnosed, None) or next(by_itself, collateral[0])
 
@@ -178,8 +178,8 @@ def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, s
     if culprit.signal_name != "SIGABRT" or not culprit.calls:
         return {}
     number = max(culprit.calls)[0]
-    brought = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
-    return dict(sorted(brought.items())) if len(set(brought.values())) > 1 else {}
+    calls = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
+    return dict(sorted(calls.items())) if len(set(calls.values())) > 1 else {}
 
 
 def _time(ending: Ending) -> float:
@@ -190,7 +190,7 @@ def _time(ending: Ending) -> float:
 def _kind(ending: Ending) -> tuple[object, ...]:
     if ending.record is None:
         return (ending.exit_code,)
-    if ending.told is not None:
+    if ending.diagnosis is not None:
         return (ending.record["type"],)
     last = ending.record["frames"][-1:] or [{}]
     return ending.record["type"], last[0].get("file"), last[0].get("line")
@@ -206,12 +206,12 @@ def describe(ending: Ending, out_of_memory: bool = False) -> str:
         return f"ended with exit code {ending.exit_code}"
     if ending.record["type"] == "SystemExit":
         return f"called sys.exit with code {ending.exit_code}"
-    if (inner := _of_a_data_worker(ending.record)) is not None:
+    if (inner := _data_worker_error(ending.record)) is not None:
         return f"{inner} in a data worker"
     return str(ending.record["type"])
 
 
-def _of_a_data_worker(record: dict[str, Any]) -> str | None:
+def _data_worker_error(record: dict[str, Any]) -> str | None:
     found = re.search(r"Caught (\w+) in DataLoader worker process", record["text"])
     return found[1] if found else None
 
@@ -222,9 +222,9 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
     culprit = verdict.culprit
     here = f" on machine {machine_rank} ({socket.gethostname()})" if num_machines > 1 else ""
     host = "" if culprit.machine else here  # the headline has it
-    blamed_elsewhere = verdict.elsewhere and num_machines > 1 and culprit.told is None
+    blamed_elsewhere = verdict.elsewhere and num_machines > 1 and culprit.diagnosis is None
     lines = textwrap.wrap(f" {verdict.headline}{host}", width, subsequent_indent="   ", break_long_words=False)
-    lines += _brought(verdict.shapes) if verdict.shapes else _evidence(culprit, width)
+    lines += _shapes_by_rank(verdict.shapes) if verdict.shapes else _evidence(culprit, width)
     if blamed_elsewhere:
         lost = "it only lost its peers: the cause is on another machine, which has not said why (killed, or gone)"
         lines += _field("but", lost, width)
@@ -232,8 +232,10 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
-    if verdict.collateral and culprit.told is None and not verdict.shapes:  # there everybody is concerned, and named
-        lines += _field("collateral", _collateral(verdict.collateral), width)
+    if (
+        verdict.collateral and culprit.diagnosis is None and not verdict.shapes
+    ):  # there everybody is concerned, and named
+        lines += _field("collateral", _collateral_text(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
     above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
@@ -250,19 +252,19 @@ def _field(name: str, text: str, width: int) -> list[str]:
 
 
 def _evidence(ending: Ending, width: int) -> list[str]:
-    if ending.told is not None:
-        return _places(ending.told, width)
+    if ending.diagnosis is not None:
+        return _diagnosis_lines(ending.diagnosis, width)
     if ending.record is None:
         return [f"   {place}  in {function}" for place, function in reversed(_crash_places(ending.crash))]
     shown = []
     if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
         text = ending.record["text"]
-        inner = text.splitlines()[-1] if _of_a_data_worker(ending.record) else text
+        inner = text.splitlines()[-1] if _data_worker_error(ending.record) else text
         for line in inner.splitlines()[:8]:
             shown += _wrapped(line, width) or [""]
         if ending.record["cause"]:
             shown += _wrapped(f"caused by {ending.record['cause'].splitlines()[0]}", width)
-    places = [(f"{_short(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
+    places = [(f"{_relative(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
     column = max((len(place) for place, _ in places), default=0)
     for place, frame in places:
         shown.append(f"   {place:<{column}}  in {frame['function']}:  {frame['source']}"[:width].rstrip())
@@ -283,18 +285,18 @@ def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
     )
 
 
-def _parts(told: str) -> tuple[str, str]:
+def _split_diagnosis(diagnosis: str) -> tuple[str, str]:
     """Return what happened, as the watcher says it, and what it says to do."""
-    happened, *advice = re.split(r"\. (?=[A-Z])", told.splitlines()[0], maxsplit=1)
+    happened, *advice = re.split(r"\. (?=[A-Z])", diagnosis.splitlines()[0], maxsplit=1)
     return happened[:1].lower() + happened[1:].removesuffix("."), "".join(advice)
 
 
-def _places(told: str, width: int) -> list[str]:
+def _diagnosis_lines(diagnosis: str, width: int) -> list[str]:
     """Show a line for every place where ranks are."""
-    return [line for place in told.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
+    return [line for place in diagnosis.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
 
 
-def _brought(shapes: Mapping[int, str]) -> list[str]:
+def _shapes_by_rank(shapes: Mapping[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, call in shapes.items():
         ranks.setdefault(call, []).append(rank)
@@ -311,27 +313,27 @@ def _crash_places(crash: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str, str]] = []
     for thread in current or reversed(threads):  # the main thread comes last
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
-        users = [frame for frame in frames if is_users(frame[0])]
+        users = [frame for frame in frames if is_user_file(frame[0])]
         if users:
             found = users
             break
         found = frames if current else []
-    return [(f"{_short(file)}:{line}", function) for file, line, function in found[:4]]
+    return [(f"{_relative(file)}:{line}", function) for file, line, function in found[:4]]
 
 
-def _short(file: str) -> str:
+def _relative(file: str) -> str:
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except ValueError:
         return file
 
 
-def _collateral(endings: Sequence[Ending]) -> str:
+def _collateral_text(endings: Sequence[Ending]) -> str:
     how: dict[str, list[int]] = {"lost the connection to it": [], "waited for it": [], "ended by the launcher": []}
     for ending in endings:
         if ending.lost_a_peer:
             how["lost the connection to it"].append(ending.rank)
-        elif ending.told is not None:
+        elif ending.diagnosis is not None:
             how["waited for it"].append(ending.rank)
         else:
             how["ended by the launcher"].append(ending.rank)
@@ -353,8 +355,8 @@ def remedy(ending: Ending, verdict: Verdict) -> str:
             "accelerator.pad_across_processes(tensor, dim=...) before the call makes shapes equal; gather_object() "
             "takes ragged data"
         )
-    if ending.told is not None:
-        return _parts(ending.told)[1] or "the lines above"
+    if ending.diagnosis is not None:
+        return _split_diagnosis(ending.diagnosis)[1] or "the lines above"
     if ending.signal_name is not None:
         return _REMEDY_FOR_SIGNALS["OOM" if verdict.out_of_memory and ending.signal_name == "SIGKILL" else ""].get(
             ending.signal_name, f"rank {ending.rank} was ended from outside: who sent {ending.signal_name}?"

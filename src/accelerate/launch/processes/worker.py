@@ -23,17 +23,17 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER = "ACCELERATE_LAUNCHER_PID"
+LAUNCHER_PID = "ACCELERATE_LAUNCHER_PID"
 DEBUG_RANK = "ACCELERATE_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
-TOLD = "__accelerate_told__"
+DIAGNOSIS = "__accelerate_told__"
 """Attribute of an exception: why the watcher thinks a peer was lost."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
 
 def main() -> None:
     """Run `worker.py [-m] SCRIPT ARGUMENT...`."""
-    end_with_the_launcher()
+    end_with_launcher()
     signal.signal(signal.SIGINT, interrupt)
     repeat_ignored_interrupts()
     # A line at a time: nothing is lost when the process is killed, and the lines of two ranks are not torn apart.
@@ -45,7 +45,7 @@ def main() -> None:
         faulthandler.enable(file=open(Path(error_file).with_name(CRASH_FILE_NAME), "w"))  # noqa: SIM115
     is_debugged = os.environ.get(DEBUG_RANK, "") == os.environ.get("RANK")
     if os.environ.get(DEBUG_RANK) and not is_debugged:
-        leave_the_terminal()
+        detach_from_terminal()
     arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     sys.argv = arguments[as_module:]
@@ -53,23 +53,23 @@ def main() -> None:
         run_module(sys.argv[0]) if as_module else run_file(sys.argv[0])
     except SystemExit as ending:
         if ending.code not in (None, 0):
-            record(ending, error_file)
+            write_record(ending, error_file)
         raise
     except BaseException as error:
-        record(error, error_file)
-        error.__traceback__ = own_part(error.__traceback__)
+        write_record(error, error_file)
+        error.__traceback__ = without_launcher_frames(error.__traceback__)
         sys.last_value = error  # as Python does itself: what runs at exit can see that the script failed
         sys.excepthook(type(error), error, error.__traceback__)
         if is_debugged and isinstance(error, Exception):
             debug(error)
-        if hasattr(error, TOLD):  # it was explained meanwhile, by the watcher
-            record(error, error_file)
+        if hasattr(error, DIAGNOSIS):  # it was explained meanwhile, by the watcher
+            write_record(error, error_file)
         raise SystemExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
-def end_with_the_launcher() -> None:
+def end_with_launcher() -> None:
     """Ask the kernel for SIGTERM when the launcher dies, however it dies (Linux)."""
-    launcher = os.environ.get(LAUNCHER)
+    launcher = os.environ.get(LAUNCHER_PID)
     if sys.platform != "linux" or launcher is None:
         return
     import ctypes
@@ -104,7 +104,7 @@ def repeat_ignored_interrupts() -> None:
     sys.unraisablehook = on_ignored
 
 
-def leave_the_terminal() -> None:
+def detach_from_terminal() -> None:
     """Read nothing, and pass by breakpoints: another rank is being debugged."""
     import pdb
 
@@ -146,24 +146,24 @@ def run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def ending_by(error: BaseException) -> dict[str, Any]:
+def error_record(error: BaseException) -> dict[str, Any]:
     """Return what the verdict needs to know of an error that ends a rank: `Ending.record`."""
     return {
         "type": type(error).__name__,
         "text": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "cause": _root_cause(error),
-        "told": getattr(error, TOLD, None),
+        "told": getattr(error, DIAGNOSIS, None),
         "frames": user_frames(error),
         "time": time.time(),
     }
 
 
-def record(error: BaseException, error_file: str | None) -> None:
+def write_record(error: BaseException, error_file: str | None) -> None:
     """Write what happened where torchelastic expects it, with the frames of the user's own code."""
     if error_file is None:
         return
-    ending = ending_by(error)
-    whole = "".join(traceback.format_exception(type(error), error, own_part(error.__traceback__)))
+    ending = error_record(error)
+    whole = "".join(traceback.format_exception(type(error), error, without_launcher_frames(error.__traceback__)))
     extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
     try:
         Path(error_file).write_text(
@@ -180,33 +180,33 @@ def _root_cause(error: BaseException) -> str | None:
     return None if root is error else "".join(traceback.format_exception_only(type(root), root)).strip()
 
 
-def own_part(trace: TracebackType | None) -> TracebackType | None:
+def without_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames of this file and of runpy from the start of a traceback."""
-    while trace is not None and _is_plumbing(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_launcher_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _is_plumbing(filename: str) -> bool:
+def _is_launcher_file(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
 def user_frames(error: BaseException) -> list[dict[str, Any]]:
     """Return the last frames that are neither Python's nor an installed package's; else the last ones of all."""
-    trace = traceback.extract_tb(own_part(error.__traceback__))
+    trace = traceback.extract_tb(without_launcher_frames(error.__traceback__))
     frames = [_frame(frame.filename, frame.lineno or 0, frame.name) for frame in trace]
     if isinstance(error, SyntaxError) and error.filename is not None:
         frames.append(_frame(error.filename, error.lineno or 0, "<module>"))
     # An exception of a data worker arrives as text inside another one.
     frames += [_frame(found["file"], int(found["line"]), found["function"]) for found in _FRAME.finditer(str(error))]
-    return ([frame for frame in frames if is_users(frame["file"])] or frames)[-4:]
+    return ([frame for frame in frames if is_user_file(frame["file"])] or frames)[-4:]
 
 
 def _frame(file: str, line: int, function: str) -> dict[str, Any]:
     return {"file": file, "line": line, "function": function, "source": linecache.getline(file, line).strip()}
 
 
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Tell the user's own files from Python's, from installed packages and from this one."""
     if file.startswith("<"):
         return False

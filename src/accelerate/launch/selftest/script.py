@@ -29,7 +29,7 @@ from ... import __version__
 from ...config.environment import patch_environment, read
 from ...runtime.process import ProcessInfo
 from .checks import CHECKS, Check, UnexpectedResult
-from .speed import FACTS
+from .speed import MEASUREMENTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ...accelerator import Accelerator
 
 TIME_LIMIT = timedelta(seconds=60)
-_PATIENCE = 1.5 * TIME_LIMIT
-_FAILURES_TOLD = 4
+_STORE_TIMEOUT = 1.5 * TIME_LIMIT
+_MAX_SHOWN_FAILURES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Bench:
 
         place = self.accelerator.state._runtime.process.meeting_place()
         host = (urlsplit(place).hostname if place is not None else read("MASTER_ADDR")) or "127.0.0.1"
-        options: dict[str, Any] = {"timeout": _PATIENCE, "wait_for_workers": False}
+        options: dict[str, Any] = {"timeout": _STORE_TIMEOUT, "wait_for_workers": False}
         server = TCPStore(host, 0, is_master=True, **options) if self.rank == 0 else None
         (port,) = broadcast_object_list([server.port if server is not None else None])
         return server or TCPStore(host, port, is_master=False, **options)
@@ -102,7 +102,7 @@ class Bench:
         """Return a name in the store that belongs to the present process group."""
         return f"group {self.num_groups}/{name}"
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Leave the process group, so that nobody waits for this process there."""
         import torch.distributed as dist
 
@@ -113,7 +113,7 @@ class Bench:
             dist.destroy_process_group()
         gc.collect()  # models of the failed check may still hold the group open
 
-    def meet_again(self) -> None:
+    def reopen_group(self) -> None:
         """Open a new process group."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class Bench:
         from ...accelerator import Accelerator
         from ...runtime.devices.device import collective_backend
 
-        self.leave()
+        self.leave_group()
         self.num_groups += 1
         if self.world_size > 1:
             dist.init_process_group(
@@ -143,10 +143,10 @@ class Bench:
         seconds = time.perf_counter() - start
         mine = Outcome(rank=self.rank, passed=passed, text=text, seconds=seconds, ended=time.time())
         if not passed:
-            self.leave()
+            self.leave_group()
         outcomes = self.exchange(name, mine)
         if not all(outcome.passed for outcome in outcomes) and not _is_hanging(outcomes):
-            self.meet_again()
+            self.reopen_group()
         return outcomes
 
     def exchange(self, name: str, mine: Outcome) -> list[Outcome]:
@@ -157,19 +157,19 @@ class Bench:
             try:
                 outcomes.append(Outcome(**json.loads(self.store.get(f"{name}/{rank}"))))
             except RuntimeError:
-                seconds = _PATIENCE.total_seconds()
+                seconds = _STORE_TIMEOUT.total_seconds()
                 silent = Outcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
                 outcomes.append(silent)
                 self.store.set_timeout(timedelta(seconds=1))  # the next ones had the same time to answer
         return outcomes
 
-    def part(self) -> None:
+    def shut_down(self) -> None:
         """Leave together: rank 0 keeps the store until the others have gone."""
-        self.leave()
+        self.leave_group()
         with suppress(RuntimeError):
-            self.store.set(f"gone/{self.rank}", "")
+            self.store.set(f"done/{self.rank}", "")
             if self.rank == 0:
-                self.store.wait([f"gone/{rank}" for rank in self.ranks], timedelta(seconds=5))
+                self.store.wait([f"done/{rank}" for rank in self.ranks], timedelta(seconds=5))
 
 
 def _is_hanging(outcomes: list[Outcome]) -> bool:
@@ -206,38 +206,38 @@ def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
         mark = "✗"
         text = "failed on rank " + ", ".join(str(failure.rank) for failure in failures)
     rows = [f"{mark} {name:<20}{seconds * 1e3:>7.0f} ms  {text}"]
-    rows += [f"    rank {failure.rank}: {failure.text}" for failure in failures[:_FAILURES_TOLD]]
-    if len(failures) > _FAILURES_TOLD:
-        rows.append(f"    and {len(failures) - _FAILURES_TOLD} ranks more")
+    rows += [f"    rank {failure.rank}: {failure.text}" for failure in failures[:_MAX_SHOWN_FAILURES]]
+    if len(failures) > _MAX_SHOWN_FAILURES:
+        rows.append(f"    and {len(failures) - _MAX_SHOWN_FAILURES} ranks more")
     return "\n".join(rows)
 
 
 def run(bench: Bench) -> list[str]:
     """Run all checks, tell them on rank 0, and return the names of those that failed."""
 
-    def tell(text: str) -> None:
+    def print_once(text: str) -> None:
         if bench.rank == 0:
             print(text, flush=True)
 
     start = time.perf_counter()
     hosts = [outcome.text for outcome in bench.run("hosts", lambda bench: socket.gethostname())]
-    tell(_header(bench, hosts) + "\n")
+    print_once(_header(bench, hosts) + "\n")
     failed, done = [], 0
     for name, check in CHECKS.items():
         outcomes = bench.run(name, check)
-        tell(_row(name, outcomes))
+        print_once(_row(name, outcomes))
         done += 1
         if not all(outcome.passed for outcome in outcomes):
             failed.append(name)
         if _is_hanging(outcomes):
-            tell(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
+            print_once(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
             break
     else:
-        for name, fact in FACTS.items():
-            tell(_row(name, bench.run(name, fact), mark="·"))
+        for name, fact in MEASUREMENTS.items():
+            print_once(_row(name, bench.run(name, fact), mark="·"))
     verdict = f"failed: {', '.join(failed)};" if failed else "passed:"
     processes = f"{bench.world_size} process" + ("es" if bench.world_size > 1 else "")
-    tell(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
+    print_once(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
     return failed
 
 
@@ -256,7 +256,7 @@ def _check() -> None:
         rank = ProcessInfo.from_environment().rank
         raise SystemExit(f"✗ rank {rank} could not join the others: {_reason(error)}") from error
     failed = run(bench)
-    bench.part()
+    bench.shut_down()
     if failed and bench.rank == 0:
         raise SystemExit(1)
 

@@ -54,4 +54,4 @@ def _median_seconds(work: Callable[[], Any], repeat: int) -> float:
     return median(times[2:])
 
 
-FACTS: dict[str, Check] = {"all-reduce": all_reduce_speed, "matmul": matmul_speed}
+MEASUREMENTS: dict[str, Check] = {"all-reduce": all_reduce_speed, "matmul": matmul_speed}

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def say(sentence: str) -> None:
+def notify(sentence: str) -> None:
     """Print a line of the launcher's own."""
     print(f"accelerate launch: {sentence}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def quieted(*names: str) -> Iterator[None]:
+def loggers_silenced(*names: str) -> Iterator[None]:
     """Keep loggers quiet about failures that are reported better elsewhere."""
     import logging  # not needed by a launch that goes well
 
