@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.launch.files import find_config
 from ..config.launch.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
-from ..config.launch.parser import add_options, typed, verb_parser
+from ..config.launch.parser import add_options, explicit_options, verb_parser
 from ..config.launch.settings import LaunchSettings
 from ..errors import LaunchError
 
@@ -43,10 +43,10 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
-def launch_words(args: argparse.Namespace) -> list[str]:
+def launch_flags(args: argparse.Namespace) -> list[str]:
     """Return the words that tell a launch what another verb was told."""
     file = [] if args.config_file is None else ["--config_file", args.config_file]
-    return file + as_flags(typed(args, OPTIONS))
+    return file + as_flags(explicit_options(args, OPTIONS))
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
 
     try:
         config = find_config(getattr(args, "config_file", None))
-        settings = LaunchSettings.resolve(typed(args, OPTIONS), config)
+        settings = LaunchSettings.resolve(explicit_options(args, OPTIONS), config)
         cluster = find_cluster() or cluster_from_hostfile(settings)
         plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
@@ -113,10 +113,10 @@ _READS_MANY_OPTIONS = ("HfArgumentParser", "TrainingArguments", "TrlParser", "pa
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command."""
-    launch_command_parser(verbs).set_defaults(run=_launch_and_leave)
+    launch_command_parser(verbs).set_defaults(run=_launch_and_exit)
 
 
-def _launch_and_leave(args: argparse.Namespace) -> None:
+def _launch_and_exit(args: argparse.Namespace) -> None:
     """Launch, and end this process without taking torch down, which takes a tenth of a second and helps nobody."""
     code: Any = 0
     try:

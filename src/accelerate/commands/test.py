@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..config.launch.parser import verb_parser
-from .launch import add_launch_options, launch_command, launch_command_parser, launch_words
+from .launch import add_launch_options, launch_command, launch_command_parser, launch_flags
 
 _MODULE = "accelerate.launch.selftest.script"
 
@@ -29,7 +29,7 @@ def add_parser(verbs: Any) -> None:
 def test_command(args: argparse.Namespace) -> None:
     """Launch the self-test with the settings that a script would get."""
     # Quiet, because the report says what failed, and where.
-    launch_command(launch_command_parser().parse_args([*launch_words(args), "--quiet", "-m", _MODULE]))
+    launch_command(launch_command_parser().parse_args([*launch_flags(args), "--quiet", "-m", _MODULE]))
 
 
 def main() -> None:

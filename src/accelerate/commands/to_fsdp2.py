@@ -63,7 +63,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         new["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
     converted = {**config, "fsdp_config": new}
     if strategy is not None and strategy.startswith("HYBRID"):
-        converted |= _copy_per_machine(config)
+        converted |= _replica_per_machine(config)
     return converted
 
 
@@ -83,7 +83,7 @@ def _sharding_strategy(section: dict[str, Any]) -> str | None:
     return name
 
 
-def _copy_per_machine(config: dict[str, Any]) -> dict[str, Any]:
+def _replica_per_machine(config: dict[str, Any]) -> dict[str, Any]:
     """Return what FSDP2 calls a hybrid: the model is copied per machine, and sharded inside each."""
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 0)
     if machines == 1:

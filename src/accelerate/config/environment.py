@@ -162,7 +162,7 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 # The exit code of a process that `accelerate launch --check` has found mistakes in.
-FOUND_BY_CHECK = 3
+CHECK_FAILED_CODE = 3
 
 # The folder of a diary, which `accelerate verify-resume` asks a run to keep.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
@@ -332,18 +332,18 @@ def purge_accelerate_environment(func_or_cls: F) -> F:
 
 def _purge_after_tests(cls: Any) -> None:
     """Cover the test methods of a class, and of every class that is derived from it later."""
-    _cover_tests_of(cls)
+    _wrap_tests_of(cls)
     own = vars(cls).get("__init_subclass__")
 
-    def cover_subclass(subclass: Any, /, **kwargs: Any) -> None:
+    def wrap_subclass(subclass: Any, /, **kwargs: Any) -> None:
         hook = super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass)
         hook(**kwargs)
-        _cover_tests_of(subclass)
+        _wrap_tests_of(subclass)
 
-    cls.__init_subclass__ = classmethod(cover_subclass)
+    cls.__init_subclass__ = classmethod(wrap_subclass)
 
 
-def _cover_tests_of(cls: type) -> None:
+def _wrap_tests_of(cls: type) -> None:
     for name, member in list(vars(cls).items()):
         if name.startswith("test") and callable(member):
             setattr(cls, name, purge_accelerate_environment(member))
@@ -357,11 +357,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """Return lines `NAME=value` for a file of variables; what a shell could read as more than that is left out."""
     lines = []
     for name, value in current_env.items():
-        if name and value and not _UNSAFE_IN_A_FILE & {*name, *value}:
+        if name and value and not _UNSAFE_CHARACTERS & {*name, *value}:
             lines.append(f"{name}={value}\n")
         else:
             logger.warning("%s is left out: its name or value is empty, or a shell would read it otherwise.", name)
     return lines
 
 
-_UNSAFE_IN_A_FILE = frozenset(";&|<> \n\t`$")
+_UNSAFE_CHARACTERS = frozenset(";&|<> \n\t`$")

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 _DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 
 
-def mesh_over(
+def build_mesh(
     axes: Sequence[str], sizes: Sequence[int], device_type: str, views: Mapping[str, Sequence[str]]
 ) -> DeviceMesh:
     """Make a mesh of all processes with these axes, and with flattened views of some of them."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with groups_like_that_of_all():
+    with world_group_options():
         mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(axes))
         for view, members in views.items():
             names = tuple(axis for axis in axes if axis in members)
@@ -27,7 +27,7 @@ def mesh_over(
     return mesh
 
 
-def beside(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
+def axis_with_view(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
     """Return the part of a mesh that has an axis and one of its flattened views."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,7 +38,7 @@ def beside(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def groups_like_that_of_all() -> Iterator[None]:
+def world_group_options() -> Iterator[None]:
     """Let the groups of a mesh have the timeout of the group of all processes, and open each of them anew.
 
     torch gives them its default timeout. Where the group of all is bound to a device, torch would split it, together
@@ -65,7 +65,7 @@ def groups_like_that_of_all() -> Iterator[None]:
             setattr(c10d, name, timeout)
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """Let torch forget what it worked out for meshes whose groups are closed: a new mesh of that shape equals them."""
     with suppress(ImportError, AttributeError):  # torch's own caches, which other versions may keep elsewhere
         from torch.distributed.tensor import _redistribute, debug

@@ -136,10 +136,10 @@ def resolve_deepspeed(
 def _agreed_precision(precision: Resolved, plugins: Mapping[str, DeepSpeedPlugin]) -> Resolved:
     """Take the number format from DeepSpeed's config where nobody else says one, and tell it where it says none."""
     chosen = next(plugin for plugin in plugins.values() if plugin.selected)
-    if not _was_said(precision) and chosen.mixed_precision is not None:
+    if not _is_explicit(precision) and chosen.mixed_precision is not None:
         return Resolved(value=chosen.mixed_precision, origin=chosen.source)
     for plugin in plugins.values():
-        if _was_said(precision) or plugin.mixed_precision is None:
+        if _is_explicit(precision) or plugin.mixed_precision is None:
             plugin.set_mixed_precision(str(precision.value), f"{precision.origin}, mixed_precision")
     return precision
 
@@ -150,7 +150,7 @@ def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]
     in_config = chosen.gradient_accumulation_steps
     if in_config is None or steps.value == in_config:
         return steps
-    if not _was_said(steps):
+    if not _is_explicit(steps):
         return Resolved(value=in_config, origin=chosen.origins.get(ACCUMULATION, chosen.source))
     claims = chosen.claims()
     claims.claim(ACCUMULATION, steps.value, f"{steps.origin}, gradient_accumulation_steps")
@@ -158,13 +158,13 @@ def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]
     return steps
 
 
-def _was_said(value: Resolved) -> bool:
+def _is_explicit(value: Resolved) -> bool:
     return not value.origin.endswith("default")
 
 
 def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
     words = read_fsdp()
-    return None if words is None else FullyShardedDataParallelPlugin.from_words(words)
+    return None if words is None else FullyShardedDataParallelPlugin.from_variables(words)
 
 
 def check_precision(name: str, origin: str) -> None:

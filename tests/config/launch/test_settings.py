@@ -150,7 +150,7 @@ def test_a_launch_can_be_said_again_for_another_launcher(tmp_path: Path, monkeyp
         "x.py",
     ]
     flags = typed(launch_command_parser().parse_args(words), OPTIONS)
-    said = LaunchSettings.resolve(flags, file).as_words()
+    said = LaunchSettings.resolve(flags, file).to_flags()
     assert said[:2] == ["--config_file", str(file.path)]
     again = launch_command_parser().parse_args([*said, "x.py"])
     assert again.config_file == str(file.path)

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-class _FlagsAfterIt(argparse._SubParsersAction):  # type: ignore[type-arg]
+class _FlagsAfterSubcommand(argparse._SubParsersAction):  # type: ignore[type-arg]
     """Refuse flags before a subcommand: argparse would forget them without a word."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -36,7 +36,11 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb with its subcommands, alone or as one of the command's verbs."""
     parser = config_command_parser(subparsers)
     subcommands = parser.add_subparsers(
-        title="subcommands", dest="subcommand", metavar="{default,update}", prog=parser.prog, action=_FlagsAfterIt
+        title="subcommands",
+        dest="subcommand",
+        metavar="{default,update}",
+        prog=parser.prog,
+        action=_FlagsAfterSubcommand,
     )
     default_command_parser(subcommands)
     update_command_parser(subcommands)

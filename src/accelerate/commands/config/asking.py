@@ -45,7 +45,7 @@ def confirm(question: str) -> bool:
     return bool(yes_or_no(question).unsafe_ask())
 
 
-def write(question: str, default: str | None = None, check: Check | None = None) -> str:
+def prompt(question: str, default: str | None = None, check: Check | None = None) -> str:
     """Ask for a word; Enter alone means the default, which is shown."""
     from questionary import text
 
@@ -72,4 +72,4 @@ def count(question: str, default: int, *, low: int = 1, high: int | None = None,
             return f"Type a multiple of {multiple_of}: the processes are shared out evenly among the machines."
         return None
 
-    return int(write(question, str(default), check))
+    return int(prompt(question, str(default), check))

@@ -39,7 +39,7 @@ def config_from_options(values: Mapping[str, Any]) -> ClusterConfig:
     _check_numbers(processes, machines, values.get("machine_rank", 0))
     contents: dict[str, Any] = {"use_cpu": cpu, "num_processes": processes, "mixed_precision": "no", "debug": False}
     for name, value in values.items():
-        _put(contents, BY_NAME[name], value)
+        _set_key(contents, BY_NAME[name], value)
     if kind is None:
         several = processes != 1 or machines > 1 or values.get("multi_gpu")
         kind = _data_parallelism(cpu, accelerators) if several else DistributedType.NO.value
@@ -77,7 +77,7 @@ def _data_parallelism(cpu: bool, accelerators: int) -> str:
     return distributed_type_of(default_device()).value
 
 
-def _put(contents: dict[str, Any], option: Option, value: Any) -> None:
+def _set_key(contents: dict[str, Any], option: Option, value: Any) -> None:
     """Put an option where it stands in a file, in the form in which accelerate 1.15 writes it."""
     if option.yaml is None:
         return
@@ -96,7 +96,7 @@ def _put(contents: dict[str, Any], option: Option, value: Any) -> None:
     contents.setdefault(section, {})[key] = value
 
 
-def objections_to(file: ConfigFile) -> list[str]:
+def launch_problems(file: ConfigFile) -> list[str]:
     """Return a sentence for what this version will refuse to launch, else for what it will not read."""
     from ...config.launch.settings import LaunchSettings
 

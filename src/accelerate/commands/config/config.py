@@ -9,11 +9,11 @@ from typing import Any
 
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import spellings
-from ...config.launch.parser import typed, verb_parser
-from .building import FLAGS, launch_by_file, launch_by_flags, objections_to
+from ...config.launch.parser import explicit_options, verb_parser
+from .building import FLAGS, launch_by_file, launch_by_flags, launch_problems
 from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags
-from .telling import complain, errors_are_told
+from .telling import exit_on_errors, print_error
 
 _DESCRIPTION = (
     "Answer questions and write the answers to the file that `accelerate launch` reads. With flags, nothing is "
@@ -32,17 +32,17 @@ def get_user_input() -> ClusterConfig:
 
 def config_command(args: argparse.Namespace) -> None:
     """Run `accelerate config`: by flags where there are any, else by questions."""
-    if typed(args, FLAGS):
+    if explicit_options(args, FLAGS):
         write_by_flags(args, args.config_file)
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        complain(
+        print_error(
             "there is no terminal to ask questions on. Write a file with `accelerate config default`, with flags for "
             "what it should say, such as `accelerate config default --cpu --num_processes 2`."
         )
         raise SystemExit(2)
     path = Path(args.config_file or default_config_path()).expanduser()
-    with errors_are_told():
+    with exit_on_errors():
         try:
             _ask_and_write(path, overwrite=getattr(args, "overwrite", False))
         except (KeyboardInterrupt, EOFError) as interrupt:
@@ -61,8 +61,8 @@ def _ask_and_write(path: Path, *, overwrite: bool) -> None:
     print(f"\nWrote {path}:\n")
     print("\n".join(f"    {line}" for line in lines))
     print(f"\nLaunch by it:\n\n    {launch_by_file(file)}\n\nor, without a file:\n\n    {launch_by_flags(file)}\n")
-    for objection in objections_to(file):
-        complain(objection)
+    for problem in launch_problems(file):
+        print_error(problem)
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

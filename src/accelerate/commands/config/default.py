@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import BY_NAME, spellings
-from ...config.launch.parser import add_options, typed
-from .building import FLAGS, config_from_options, launch_by_file, objections_to
+from ...config.launch.parser import add_options, explicit_options
+from .building import FLAGS, config_from_options, launch_by_file, launch_problems
 from .config_args import default_json_config_file
-from .telling import complain, errors_are_told
+from .telling import exit_on_errors, print_error
 
 _DESCRIPTION = "Write a configuration file without questions, from the hardware of this machine and the given flags."
 
@@ -41,8 +41,8 @@ def _write_unless_there(flags: Mapping[str, Any], path: Path, *, overwrite: bool
 
 def write_by_flags(args: argparse.Namespace, path: str | Path | None) -> None:
     """Write a file from the flags of a command line, and say so."""
-    flags = typed(args, FLAGS)
-    with errors_are_told():
+    flags = explicit_options(args, FLAGS)
+    with exit_on_errors():
         written = _write_unless_there(
             flags, Path(path or default_config_path()), overwrite=getattr(args, "overwrite", False)
         )
@@ -52,8 +52,8 @@ def write_by_flags(args: argparse.Namespace, path: str | Path | None) -> None:
             return
         file = read_config(written)
         print(f"Wrote {written}. Launch by it: {launch_by_file(file)}")
-        for objection in objections_to(file):
-            complain(objection)
+        for problem in launch_problems(file):
+            print_error(problem)
 
 
 def default_config_command(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from ... import __version__
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
 
-DEFAULT_PLACE = "runs"
+DEFAULT_RUN_DIR = "runs"
 _PAGE = "report.html"
 _DESCRIPTION = (
     'Show runs that were logged with log_with="jsonl", as one HTML page with interactive charts, which needs no '
@@ -27,7 +27,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = verb_parser(subparsers, "report", _DESCRIPTION)
     parser.add_argument(
         "run_dirs", nargs="*", metavar="RUN_DIR",
-        help=f"folder of a run, or a parent folder of several runs; default: {DEFAULT_PLACE}",
+        help=f"folder of a run, or a parent folder of several runs; default: {DEFAULT_RUN_DIR}",
     )  # fmt: skip
     parser.add_argument(
         "-o",
@@ -62,7 +62,7 @@ def report_command(args: argparse.Namespace) -> None:
     """Write the page, or show the runs live."""
     from . import ReportError
 
-    places = [Path(place) for place in args.run_dirs or [DEFAULT_PLACE]]
+    places = [Path(place) for place in args.run_dirs or [DEFAULT_RUN_DIR]]
     try:
         if args.live:
             _refuse_with_live(args)
@@ -89,7 +89,7 @@ def _write_page(args: argparse.Namespace, places: list[Path]) -> None:
     runs = list(read_runs(places))
     page = build_page(runs, version=__version__, points=args.points, wanted=args.metric)
     file = _page_file(args.output, places[0])
-    _write_whole(file, page)
+    _write_atomically(file, page)
     values = sum(len(series) for run in runs for series in run.scalars.values())
     size = file.stat().st_size
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.0f} kB"
@@ -110,7 +110,7 @@ def _page_file(output: str | None, place: Path) -> Path:
     return Path(output) / _PAGE if Path(output).is_dir() else Path(output)
 
 
-def _write_whole(file: Path, text: str) -> None:
+def _write_atomically(file: Path, text: str) -> None:
     """Write beside and rename, so that a browser that reloads never sees half a page."""
     try:
         handle, beside = tempfile.mkstemp(dir=file.parent, prefix=".report-", suffix=".html")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
-from .report import DEFAULT_PLACE, seconds
+from .report import DEFAULT_RUN_DIR, seconds
 
 _DESCRIPTION = (
     'Show the step time of every rank, by phase, during a run that logs with log_with="jsonl" on '
@@ -20,8 +20,8 @@ def watch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, alone or as one of the command's verbs."""
     parser = verb_parser(subparsers, "watch", _DESCRIPTION)
     parser.add_argument(
-        "run_dir", nargs="?", default=DEFAULT_PLACE, metavar="RUN_DIR",
-        help=f"folder of a run, or a parent folder, for the newest run in it; default: {DEFAULT_PLACE}",
+        "run_dir", nargs="?", default=DEFAULT_RUN_DIR, metavar="RUN_DIR",
+        help=f"folder of a run, or a parent folder, for the newest run in it; default: {DEFAULT_RUN_DIR}",
     )  # fmt: skip
     parser.add_argument(
         *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS", help="update interval; default: 1"

@@ -30,7 +30,7 @@ SWITCH_OF_KIND = {
     "TPU": "tpu",
 }
 # A section is written for its engine; the value of an engine's section counts as a request for the engine.
-_SWITCHED_ON_BY_SECTION = {"parallelism_config": "use_parallelism_config"}
+_SWITCH_OF_SECTION = {"parallelism_config": "use_parallelism_config"}
 
 ENGINE_OF_SWITCH = {
     "use_fsdp": FSDP,
@@ -91,7 +91,7 @@ def find_config(path: str | Path | None) -> ConfigFile | None:
 def read_config(path: str | Path) -> ConfigFile:
     """Read a YAML or JSON file, of this library or of accelerate 1.x."""
     path = Path(path).expanduser()
-    contents = _in_todays_keys(load_mapping(path))
+    contents = _migrate_old_keys(load_mapping(path))
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     unknown: list[str] = []
@@ -172,7 +172,7 @@ def write_config(path: str | Path, contents: Mapping[str, Any], *, as_json: bool
     return path
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean X?`, or nothing where no known word is near."""
     import difflib
 
@@ -180,7 +180,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def _in_todays_keys(contents: dict[str, Any]) -> dict[str, Any]:
+def _migrate_old_keys(contents: dict[str, Any]) -> dict[str, Any]:
     """Translate the two keys that files of accelerate 0.x have and 1.15 still reads."""
     if "fp16" in contents:
         fp16 = contents.pop("fp16")
@@ -224,7 +224,7 @@ def _apply_kind(contents: Mapping[str, Any], values: dict[str, Any], keys: dict[
     switches = {SWITCH_OF_KIND[kind]: "distributed_type"} if kind in SWITCH_OF_KIND else {}
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
         switches["multi_gpu"] = "distributed_type"
-    switches |= {switch: section for section, switch in _SWITCHED_ON_BY_SECTION.items() if contents.get(section)}
+    switches |= {switch: section for section, switch in _SWITCH_OF_SECTION.items() if contents.get(section)}
     for switch, key in switches.items():
         assert switch in BY_NAME
         values[switch], keys[switch] = True, key
@@ -242,13 +242,13 @@ def _check_kind(contents: Mapping[str, Any], path: Path) -> None:
     kind = distributed_kind(contents)
     if kind not in known and engine_of_kind(str(contents.get("compute_environment"))) is None:
         raise ValueError(
-            f"{path}: distributed_type: {kind!r} is unknown.{nearest(kind, known)} "
+            f"{path}: distributed_type: {kind!r} is unknown.{did_you_mean(kind, known)} "
             f"Choose one of {', '.join(dict.fromkeys(known))}."
         )
 
 
 def _unknown_key(path: Path, key: str) -> str:
-    return f"{path}: nobody reads the key `{key}`.{nearest(key, KNOWN_KEYS)}"
+    return f"{path}: nobody reads the key `{key}`.{did_you_mean(key, KNOWN_KEYS)}"
 
 
 def _is_misspelt(key: str, contents: Mapping[str, Any]) -> bool:

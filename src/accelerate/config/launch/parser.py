@@ -55,16 +55,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and what was probably meant, without the usage of a hundred options."""
-        from .files import nearest
+        from .files import did_you_mean
 
         asked = self if self.verb is None else self.verb  # argparse hands a verb's unknown words back to the command
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             words = message[len(prefix) :].split()
             unknown = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
-            message = f"{unknown} is unknown.{nearest(unknown, tuple(asked.flags()))}"
+            message = f"{unknown} is unknown.{did_you_mean(unknown, tuple(asked.flags()))}"
         elif message.startswith("argument VERB: invalid choice: "):
-            message += f".{nearest(message.split(chr(39))[1], VERBS)}"
+            message += f".{did_you_mean(message.split(chr(39))[1], VERBS)}"
         self.exit(2, f"{asked.prog}: {message}\nSee {asked.prog} --help.\n")
 
     def flags(self) -> Iterator[str]:
@@ -84,7 +84,7 @@ def verb_parser(subparsers: Any, verb: str, description: str | None = None) -> a
     return parser
 
 
-class _Remember(argparse.Action):
+class _StoreExplicit(argparse.Action):
     """Store a value, and that it was typed: a default must not beat a file, a typed value must."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -94,7 +94,7 @@ class _Remember(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _RememberAll(_Remember):
+class _AppendExplicit(_StoreExplicit):
     """Collect values of a repeated option."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -120,18 +120,24 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
     if option.switch:
         group.add_argument(
-            *option.flags, dest=option.name, action=_Remember, nargs=0, const=True, default=option.default, help=text
+            *option.flags,
+            dest=option.name,
+            action=_StoreExplicit,
+            nargs=0,
+            const=True,
+            default=option.default,
+            help=text,
         )
         if option.negation is not None:
             group.add_argument(
-                *spellings(option.negation), dest=option.name, action=_Remember, nargs=0, const=False,
+                *spellings(option.negation), dest=option.name, action=_StoreExplicit, nargs=0, const=False,
                 default=option.default, help=argparse.SUPPRESS,
             )  # fmt: skip
         return
     group.add_argument(
         *option.flags,
         dest=option.name,
-        action=_RememberAll if option.repeated else _Remember,
+        action=_AppendExplicit if option.repeated else _StoreExplicit,
         type=option.read,
         default=option.default,
         choices=option.choices,
@@ -163,7 +169,7 @@ def _metavar(option: Option) -> str:
     return "TRUE|FALSE" if getattr(option.read, "__name__", "") == "yes_no" else last.upper()
 
 
-def typed(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
+def explicit_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
     """Return the options that were typed; for a namespace made elsewhere, those that differ from their default."""
     given = getattr(args, GIVEN, None)
     values = {option.name: getattr(args, option.name, option.default) for option in options}

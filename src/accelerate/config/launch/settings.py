@@ -72,7 +72,7 @@ class LaunchSettings:
         """Tell whether somebody asked for this value."""
         return name in self.resolved and self.resolved[name].origin != DEFAULT
 
-    def as_words(self) -> list[str]:
+    def to_flags(self) -> list[str]:
         """Say the flags of this launch again, for another launcher; the environment is handed on by itself."""
         file = [] if self.config_file is None else ["--config_file", self.config_file]
         flags = {name: item.value for name, item in self.resolved.items() if item.origin.startswith(FLAG)}

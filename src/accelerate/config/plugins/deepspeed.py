@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 STAGE = "zero_optimization.stage"
-SAVES_WHOLE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 ACCUMULATION = "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
 
@@ -41,7 +41,7 @@ KEY_OF_FIELD: Mapping[str, str] = {
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": SAVES_WHOLE,
+    "zero3_save_16bit_model": GATHER_ON_SAVE,
 }
 
 
@@ -49,7 +49,7 @@ class HfDeepSpeedConfig:
     """DeepSpeed's config as a dict that answers dotted keys: from a dict, a JSON file, or JSON as base64 text."""
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config, self.source = _loaded(config_file_or_dict)
+        self.config, self.source = _load(config_file_or_dict)
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
@@ -107,7 +107,7 @@ class Claims:
         self.origins: dict[str, str] = {} if origins is None else origins
         self.filled: dict[str, str] = {}
         """Key -> origin, of those that were "auto"."""
-        self.contradictions: list[str] = []
+        self.conflicts: list[str] = []
 
     def value_of(self, key: str) -> Any:
         """Return what a key says: None where it says nothing."""
@@ -121,7 +121,7 @@ class Claims:
             self._put(key, value, origin)
         elif known != value:
             there = self.origins.get(key, self.source)
-            self.contradictions.append(f"{key} is {known!r} in {there}, {value!r} by {origin}")
+            self.conflicts.append(f"{key} is {known!r} in {there}, {value!r} by {origin}")
 
     def fill(self, key: str, value: Any, origin: str) -> None:
         """Say what a key is where it is "auto"."""
@@ -139,10 +139,10 @@ class Claims:
 
     def check(self) -> None:
         """Raise if anybody disagreed."""
-        if self.contradictions:
+        if self.conflicts:
             raise ValueError(
                 "DeepSpeed's config and the script disagree: "
-                + "; ".join(self.contradictions)
+                + "; ".join(self.conflicts)
                 + '. Change one of the two, or write "auto" in the config.'
             )
 
@@ -212,7 +212,7 @@ class DeepSpeedPlugin:
             elif field in words:
                 claims.claim(key, _read(field, words[field]), f"the variable {DEEPSPEED_VARIABLES[field]}")
         claims.default(STAGE, 0 if has_config else 2, "the default")
-        claims.default(SAVES_WHOLE, True, "the default: weights can be saved")
+        claims.default(GATHER_ON_SAVE, True, "the default: weights can be saved")
         claims.check()
         self.hf_ds_config.set_stage_and_offload()
         for field, key in KEY_OF_FIELD.items():
@@ -268,7 +268,7 @@ class DeepSpeedPlugin:
         if mismatches is None:
             claims.check()
         else:
-            mismatches += claims.contradictions
+            mismatches += claims.conflicts
 
     def deepspeed_config_process(
         self,
@@ -368,7 +368,7 @@ class DeepSpeedPlugin:
         self.dschf = None
 
 
-def _loaded(given: Any) -> tuple[dict[str, Any], str]:
+def _load(given: Any) -> tuple[dict[str, Any], str]:
     if isinstance(given, dict):
         return deepcopy(given), "the config given in code"
     path = Path(str(given)).expanduser()

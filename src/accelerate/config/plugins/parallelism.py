@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..environment import read_parallelism
-from ..meshes import mesh_over
+from ..meshes import build_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +81,7 @@ class PipelineConfig:
 
     def stages_of(self, rank: int, pp_size: int) -> list[int]:
         """Return the stages of a process: they go round the processes."""
-        return [rank + pp_size * turn for turn in range(self.stages_per_rank or 1)]
+        return [rank + pp_size * index for index in range(self.stages_per_rank or 1)]
 
     def microbatches_for(self, pp_size: int) -> int:
         """Return the number of micro-batches, or refuse one that the schedule cannot run."""
@@ -265,10 +265,10 @@ class ParallelismConfig:
                 if num_processes % others == 0:
                     setattr(self, name, num_processes // others)
         if self.total_size != num_processes:
-            raise ValueError(self._misfit(num_processes))
+            raise ValueError(self._size_error(num_processes))
         return self
 
-    def _misfit(self, num_processes: int) -> str:
+    def _size_error(self, num_processes: int) -> str:
         asked = " x ".join(f"{axis}_size={self.size(axis)}" for axis in self.active_mesh_dims) or "1"
         fixed = self.non_data_parallel_size
         if num_processes % fixed == 0:
@@ -291,7 +291,7 @@ class ParallelismConfig:
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Make the mesh of all processes, with the flattened views `dp`, `dp_shard_cp` and `dp_cp` where they exist."""
-        self.device_mesh = mesh_over(*self._get_mesh(), device_type, VIEWS)
+        self.device_mesh = build_mesh(*self._get_mesh(), device_type, VIEWS)
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:

@@ -20,7 +20,7 @@ _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "
 _SHARDING_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD",
                      "5": "HYBRID_SHARD_ZERO2"}  # fmt: skip
 _WITHOUT_EFFECT = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
-_OF_FSDP1 = ("sharding_strategy", *_WITHOUT_EFFECT)
+_FSDP1_ONLY = ("sharding_strategy", *_WITHOUT_EFFECT)
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "no": "float32"}
 
 
@@ -78,7 +78,8 @@ class FullyShardedDataParallelPlugin:
         self.copy_per_host = False
         self._translate()
         self.fsdp_version = 2
-        self.reshard_after_forward = True if self.reshard_after_forward is None else _yes(self.reshard_after_forward)
+        reshard = self.reshard_after_forward
+        self.reshard_after_forward = True if reshard is None else _as_bool(reshard)
         self.activation_checkpointing = bool(self.activation_checkpointing)
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
         self.cpu_ram_efficient_loading = bool(self.cpu_ram_efficient_loading)
@@ -129,7 +130,7 @@ class FullyShardedDataParallelPlugin:
 
         if not isinstance(self.cpu_offload, OffloadPolicy):
             wanted = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
-            self.cpu_offload = CPUOffloadPolicy() if _yes(wanted) else OffloadPolicy()
+            self.cpu_offload = CPUOffloadPolicy() if _as_bool(wanted) else OffloadPolicy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how states are saved."""
@@ -174,24 +175,24 @@ class FullyShardedDataParallelPlugin:
         return isinstance(self.cpu_offload, CPUOffloadPolicy)
 
     @classmethod
-    def from_words(cls, words: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
+    def from_variables(cls, words: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
         """Make one from the environment's words. What only FSDP1 knew has defaults there, so it says nothing new."""
         values: dict[str, Any] = dict(words)
         if values.get("fsdp_version", "1").strip() == "2":
-            values = {name: value for name, value in values.items() if name not in _OF_FSDP1}
+            values = {name: value for name, value in values.items() if name not in _FSDP1_ONLY}
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
         for name in ("fsdp_version", "min_num_params"):
             if name in values:
                 values[name] = int(values[name])
         for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
             if name in values:
-                values[name] = _yes(values[name])
+                values[name] = _as_bool(values[name])
         if values.get("auto_wrap_policy", "").lower() != "size_based_wrap":
             values.pop("min_num_params", None)  # published with a default, whatever the policy
         return cls(**values)
 
 
-def _yes(value: Any) -> bool:
+def _as_bool(value: Any) -> bool:
     if isinstance(value, str):
         return _RESHARDS.get(value.upper(), value.strip().lower() in ("1", "true", "yes", "y", "on"))
     return bool(value)

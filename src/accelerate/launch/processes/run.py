@@ -58,7 +58,7 @@ def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
         machines = str(plan.num_machines)
         command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-        command += ["launch", *settings.as_words(), *plan.script]
+        command += ["launch", *settings.to_flags(), *plan.script]
     return command
 
 

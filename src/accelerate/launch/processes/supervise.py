@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.environment import FOUND_BY_CHECK, patch_environment, read
+from ...config.environment import CHECK_FAILED_CODE, patch_environment, read
 from ...config.launch.settings import LaunchSettings
 from ...errors import START_ME_AGAIN, LaunchError
 from ..console import notify
@@ -54,8 +54,8 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
         if not outcome.failed:
             return 0
         verdict = judge(outcome.endings, out_of_memory=_out_of_memory_kills() > kills_before)
-        if settings.check and verdict.exit_code == FOUND_BY_CHECK and verdict.culprit.signal_name is None:
-            return FOUND_BY_CHECK  # what was found has been printed
+        if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
+            return CHECK_FAILED_CODE  # what was found has been printed
         if settings.quiet:
             notify(verdict.headline)
         else:

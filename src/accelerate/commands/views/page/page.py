@@ -19,15 +19,15 @@ import numpy.typing as npt
 from .. import ReportError
 from ..charts import OTHER, RATE, Chart, charts_of
 from ..runs.moments import FILE_NAME as RANKS_FILE
-from ..runs.moments import newest_moments
-from ..runs.reading import Floats, Points, Run, say_lost
-from ..runs.sampling import kept, means, not_finite
+from ..runs.moments import newest_windows
+from ..runs.reading import Floats, Points, Run, describe_lost
+from ..runs.sampling import bucket_means, downsampled, not_finite
 
 POINTS = 2000
 """Points that a curve keeps by default: about four per pixel of a chart."""
 _ALL_POINTS = 500_000
 """Points that a page keeps by default, about 7 MB: many curves get fewer each."""
-_FEWEST = 200
+_MIN_POINTS = 200
 _MARKS = 100
 _MAIN_METRICS = 6
 _TEXTS_PER_RUN = 200
@@ -41,7 +41,7 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
     if not any(chart.curves for chart in charts):
         _refuse(runs, wanted)
     curves = sum(len(chart.curves) for chart in charts)
-    limit = points or min(POINTS, max(_FEWEST, _ALL_POINTS // curves))
+    limit = points or min(POINTS, max(_MIN_POINTS, _ALL_POINTS // curves))
     now = time.time()
     arrays = _Arrays()
     titles = list(dict.fromkeys(run.project for run in runs if run.project)) or [runs[0].name]
@@ -57,7 +57,7 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
         "textsLeftOut": sum(max(0, len(run.texts) - _TEXTS_PER_RUN) for run in runs),
         "arrays": arrays.texts,
     }
-    return _join(data)
+    return _fill_template(data)
 
 
 def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
     )
 
 
-def _join(data: Mapping[str, Any]) -> str:
+def _fill_template(data: Mapping[str, Any]) -> str:
     """Fill the template. Names from runs are only ever text: escaped here, and set as textContent by the script."""
     style = _asset("page.css")
     script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
@@ -114,7 +114,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "lastStep": run.last_step,
         "lastTime": run.last_time,
         "skipped": run.skipped + run.torn,
-        "lost": say_lost(run),
+        "lost": describe_lost(run),
         "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
         "config": dict(flat(run.config)),
         "ranks": _ranks(run),
@@ -123,16 +123,16 @@ def _run(run: Run, now: float) -> dict[str, Any]:
 
 def _ranks(run: Run) -> dict[str, Any] | None:
     """Return milliseconds per rank and phase in the last window, and the last finding."""
-    moment, told = newest_moments(run.file.with_name(RANKS_FILE))
-    if moment is None:
+    window, slow = newest_windows(run.file.with_name(RANKS_FILE))
+    if window is None:
         return None
     return {
-        "step": moment.step,
-        "of": moment.num_ranks,
-        "phases": [[moment.phases[place], place] for place in moment.used],
-        "rows": [[rank, *(moment.ranks[rank][place] for place in moment.used)] for rank in sorted(moment.ranks)],
-        "slow": [moment.straggler.get("rank"), moment.straggler.get("phase")] if moment.straggler else None,
-        "told": None if told is None or told.straggler is None else [told.step, str(told.straggler.get("text", ""))],
+        "step": window.step,
+        "of": window.num_ranks,
+        "phases": [[window.phases[place], place] for place in window.used],
+        "rows": [[rank, *(window.ranks[rank][place] for place in window.used)] for rank in sorted(window.ranks)],
+        "slow": [window.straggler.get("rank"), window.straggler.get("phase")] if window.straggler else None,
+        "told": None if slow is None or slow.straggler is None else [slow.step, str(slow.straggler.get("text", ""))],
     }
 
 
@@ -175,13 +175,13 @@ def _curve(number: int, points: Points, run: Run, limit: int, arrays: _Arrays) -
     curve = {
         "run": number,
         "total": len(points.value),
-        "shown": arrays.add(points.at(kept(points.value, limit))),
+        "shown": arrays.add(points.at(downsampled(points.value, limit))),
         "last": _finite(points.value[-1]),
         "min": _finite(finite.min()) if len(finite) else None,
         "max": _finite(finite.max()) if len(finite) else None,
     }
     if len(points.value) > limit:
-        curve["means"] = arrays.add(means(points, limit), exact=False)
+        curve["means"] = arrays.add(bucket_means(points, limit), exact=False)
     if bad:
         curve["bad"] = bad
         curve["marks"] = arrays.add(marks)

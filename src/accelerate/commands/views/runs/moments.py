@@ -14,7 +14,7 @@ _TAIL = 1 << 19
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepWindow:
     """The steps of one window on the ranks that were written down."""
 
     time: float
@@ -26,7 +26,7 @@ class Moment:
     straggler: dict[str, Any] | None
 
     @classmethod
-    def from_line(cls, line: bytes) -> Moment | None:
+    def from_line(cls, line: bytes) -> StepWindow | None:
         """Read a line; None if a crash has torn it."""
         try:
             record = json.loads(line)
@@ -44,13 +44,13 @@ class Moment:
     def used(self) -> list[int]:
         """The phases that take a visible part of any rank's step."""
         longest = max(map(sum, self.ranks.values()))
-        return [place for place in range(len(self.phases)) if self._most(place) > 0.001 * longest]
+        return [place for place in range(len(self.phases)) if self._longest(place) > 0.001 * longest]
 
-    def _most(self, place: int) -> float:
+    def _longest(self, place: int) -> float:
         return max(times[place] for times in self.ranks.values())
 
 
-def newest_moments(file: Path) -> tuple[Moment | None, Moment | None]:
+def newest_windows(file: Path) -> tuple[StepWindow | None, StepWindow | None]:
     """Return the last window, and the last one in which a rank was slow."""
     try:
         with file.open("rb") as lines:
@@ -59,6 +59,6 @@ def newest_moments(file: Path) -> tuple[Moment | None, Moment | None]:
             tail = lines.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None, None
-    moments = [moment for line in tail if (moment := Moment.from_line(line)) is not None]
-    newest_first = moments[::-1]
-    return next(iter(newest_first), None), next((moment for moment in newest_first if moment.straggler), None)
+    windows = [window for line in tail if (window := StepWindow.from_line(line)) is not None]
+    newest_first = windows[::-1]
+    return next(iter(newest_first), None), next((window for window in newest_first if window.straggler), None)

@@ -15,7 +15,7 @@ def bucket_edges(length: int, limit: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, length, max(1, limit // PER_BUCKET) + 1).astype(np.int64)
 
 
-def kept(values: Floats, limit: int) -> npt.NDArray[np.int64]:
+def downsampled(values: Floats, limit: int) -> npt.NDArray[np.int64]:
     """Return the indices of at most `limit` points that stand for all: the extremes are among them."""
     length = len(values)
     if length <= limit:
@@ -32,7 +32,7 @@ def kept(values: Floats, limit: int) -> npt.NDArray[np.int64]:
     return np.unique(np.concatenate([begins, ends - 1, rows[bucket, lowest], rows[bucket, highest]]))
 
 
-def means(points: Points, limit: int) -> Points:
+def bucket_means(points: Points, limit: int) -> Points:
     """Return the mean point of every bucket, from its finite values: what a smoothed curve is made of.
 
     The kept extremes would not do: they count a single spike as much as the thousand values around it.

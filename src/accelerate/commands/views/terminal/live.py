@@ -31,7 +31,7 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
     runs = Runs(places)
     if not waits and not all(place.exists() for place in places):
         read_runs(places)  # says which one is missing
-    given_up: set[Run] | None = None
+    was_cut_off: set[Run] | None = None
 
     def draw(width: int, height: int, page: int) -> Frame:
         runs.update()
@@ -39,22 +39,22 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
 
     def is_over() -> bool:
         # Runs that were cut off before do not keep the view open, unless they are resumed.
-        nonlocal given_up
+        nonlocal was_cut_off
         cut_off = {run for run in runs if run.state() == "cut off"}
-        given_up = cut_off if given_up is None else given_up & cut_off
+        was_cut_off = cut_off if was_cut_off is None else was_cut_off & cut_off
         ended = {run for run in runs if run.ended is not None}
-        return bool(ended) and ended | given_up == set(runs)
+        return bool(ended) and ended | was_cut_off == set(runs)
 
     follow(Frame(runs, wanted, 80, 24), draw, is_over, interval)
 
 
-class Picture(Protocol):
+class View(Protocol):
     """What can be shown, a page at a time."""
 
     height: int
     pages: int
 
-    def text(self, coloured: bool, farewell: bool = False) -> str:
+    def text(self, coloured: bool, final: bool = False) -> str:
         """Return its lines."""
 
 
@@ -63,14 +63,12 @@ def has_screen(out: TextIO) -> bool:
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def show_once(out: TextIO, picture: Picture) -> None:
+def show_once(out: TextIO, picture: View) -> None:
     """Write a picture as plain lines."""
-    out.write(_plain(picture.text(coloured=False, farewell=True), out) + "\n")
+    out.write(_plain(picture.text(coloured=False, final=True), out) + "\n")
 
 
-def follow(
-    first: Picture, draw: Callable[[int, int, int], Picture], is_over: Callable[[], bool], interval: float
-) -> None:
+def follow(first: View, draw: Callable[[int, int, int], View], is_over: Callable[[], bool], interval: float) -> None:
     """Draw picture after picture, of the window's size and the page asked for, until it is over or the user leaves.
 
     The last one stays; `first` is that for whoever leaves at once.
@@ -89,7 +87,7 @@ def follow(
                 page = (page + {"next": 1, "previous": -1}.get(key, 0)) % picture.pages
         except KeyboardInterrupt:
             pass
-    screen.leave_behind(picture)
+    screen.print_last(picture)
 
 
 class Screen:
@@ -135,15 +133,15 @@ class Screen:
             size = shutil.get_terminal_size()
         return size.columns, size.lines
 
-    def show(self, frame: Picture) -> None:
+    def show(self, frame: View) -> None:
         """Draw over the last frame: clearing first would flicker."""
         lines = _plain(frame.text(self._coloured), self._out).split("\n")
         self._out.write("\x1b[H" + "\x1b[K\n".join(lines[: frame.height]) + "\x1b[K\x1b[J")
         self._out.flush()
 
-    def leave_behind(self, frame: Picture) -> None:
+    def print_last(self, frame: View) -> None:
         """Print the last frame where the user's own lines are."""
-        self._out.write(_plain(frame.text(self._coloured, farewell=True), self._out) + "\n")
+        self._out.write(_plain(frame.text(self._coloured, final=True), self._out) + "\n")
         self._out.flush()
 
     def wait(self, seconds: float) -> str:

@@ -77,7 +77,7 @@ def as_ascii(text: str) -> str:
     return "".join("*" if 0 < ord(character) - _BRAILLE < 256 else character for character in text.translate(_ASCII))
 
 
-def say(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a number in few characters."""
     if not math.isfinite(value):
         return {math.inf: "inf", -math.inf: "-inf"}.get(value, "NaN")
@@ -90,7 +90,7 @@ def say(value: float) -> str:
     return f"{value:.4g}"
 
 
-def say_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration in few characters."""
     whole = int(max(0.0, seconds))
     if whole < 60:
