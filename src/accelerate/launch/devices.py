@@ -1,4 +1,4 @@
-"""How many accelerators and cores this machine has, asked without torch where that is possible."""
+"""Count the accelerators and cores of this machine, without torch where possible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-# A driver leaves one of these behind; without any there is nothing to ask torch about, which would take seconds.
+# Device files of the drivers. Without any of them there is no accelerator, and torch need not be imported.
 _DRIVER_FILES = (
     *("/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/cambricon_dev0"),
     *("/dev/neuron0", "/dev/accel/accel0", "/dev/accel0", "/dev/hl0", "/dev/mtgpu.0"),
@@ -23,7 +23,7 @@ def count_accelerators() -> int:
 
 
 def count_cores() -> int:
-    """Return the cores this process may use: its affinity, cut by the quota of its container."""
+    """Return the number of cores that this process may use: its affinity, limited by the quota of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, int(_container_quota() or allowed)))
 

@@ -22,7 +22,7 @@ _METHODS = {
 
 
 def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, remarks: Sequence[str]) -> str:
-    """Say what a launch would do and why."""
+    """Describe what a launch would do, and why."""
     sections = [
         _table("settings", _effective(settings, plan)),
         f"  every other option ({len(OPTIONS)} in all, accelerate launch --help) has its default",

@@ -1,4 +1,4 @@
-"""Settings and what is found here become a plan: how many processes, where, and what each is handed."""
+"""Make the plan of a launch: how many processes, on which machines, with which environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .devices import count_accelerators, count_cores
 from .machines.cluster import TASKS_PER_MACHINE, Cluster
 
 DEFAULT_MASTER_PORT = 29500
-"""The published one: machines that were told nothing else meet there."""
+"""The published default port of the rendezvous of several machines."""
 
 _VISIBLE_DEVICES = (
     *("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
@@ -30,7 +30,7 @@ class Plan:
     method: str
     """exec, elastic, srun or mpirun."""
     script: tuple[str, ...]
-    """The script and its arguments, as typed."""
+    """The script and its arguments, as given."""
     processes_here: int
     num_machines: int
     machine_rank: int
@@ -38,16 +38,16 @@ class Plan:
     address: str
     port: int
     port_is_free: bool
-    """The port was chosen here, so another one will do as well."""
+    """The port was chosen by the launcher, so that another free one can replace it."""
     backend: str
     device: str
     threads: int | None
     """Threads per process; None leaves it to torch."""
     variables: dict[str, str]
     origins: dict[str, str]
-    """Where the values of this plan came from, where no setting says so."""
+    """Origins of the values that the plan has chosen itself."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts."""
+    """Messages for the user, printed before the start."""
     hosts: str | None = None
 
     @property
@@ -61,11 +61,11 @@ class Plan:
 
 
 def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> Plan:
-    """Decide everything that the settings leave open."""
+    """Resolve everything that the settings leave open."""
     origins: dict[str, str] = {}
     notes: list[str] = []
     accelerators = 0 if settings.cpu else count_accelerators()
-    is_rank = cluster is not None and cluster.is_rank  # who started the ranks has decided where and how many
+    is_rank = cluster is not None and cluster.is_rank  # the batch system has chosen hosts and number
     min_machines, machines = (1, 1) if is_rank else _machines(settings, cluster, origins)
     here = 1 if is_rank else _processes_here(settings, cluster, machines, accelerators, origins, notes)
     method = _method(settings, cluster, here, machines)
@@ -132,7 +132,7 @@ def _network_variables(address: str, origins: dict[str, str]) -> dict[str, str]:
 
 
 def _head_variables(cluster: Cluster | None) -> dict[str, str]:
-    """Return what the head of a job hands to the launchers that it starts."""
+    """Return the variables that the head of a job exports to the launchers it starts."""
     if cluster is None or not cluster.is_head or not cluster.tasks_per_machine:
         return {}
     return {TASKS_PER_MACHINE: str(cluster.tasks_per_machine)}
@@ -245,7 +245,7 @@ def _gpu_ids(settings: LaunchSettings) -> list[str]:
 
 
 def _share_of_machine(settings: LaunchSettings, total: int, machines: int, accelerators: int) -> int:
-    """Return how many of the processes of all machines run on each; refuse a total that cannot be shared."""
+    """Return the number of processes per machine; refuse a total that cannot be divided."""
     if total < 1 or total % machines:
         raise ValueError(
             f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
@@ -289,12 +289,12 @@ def _rendezvous_address(
 
 
 def _is_explicit(settings: LaunchSettings, name: str) -> bool:
-    """Tell whether a person chose this value for this launch; a batch system knows better than a file."""
+    """Return whether the value was given for this launch. Only such values override a batch system."""
     return settings.origin(name).startswith((FLAG, "environment"))
 
 
 def _visible_devices_variable() -> tuple[str, ...]:
-    """Return the variable by which this kind of accelerator is chosen."""
+    """Return the name of the variable that restricts the visible devices of this kind of accelerator."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
@@ -303,7 +303,7 @@ def _visible_devices_variable() -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that is free now."""
     import socket
 
     with socket.socket() as probe:
@@ -312,7 +312,7 @@ def free_port() -> int:
 
 
 def worker_command(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
-    """Return the command of one process; `recorded` ones leave a record of how they ended."""
+    """Return the command of one process; with `recorded`, it runs under `worker.py`, which writes how it ended."""
     if settings.no_python:
         return list(script)
     recorder = [str(Path(__file__).parent / "processes" / "worker.py")] if recorded else []

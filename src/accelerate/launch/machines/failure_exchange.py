@@ -1,6 +1,6 @@
-"""What the machines of a run say to each other about its end, through the store where they met.
+"""Exchange the first failure of a run between its machines, through the rendezvous store.
 
-Machines whose ranks only lost their peers can so name the rank that failed, and those that have not noticed yet stop.
+A machine whose ranks only lost their peers can then name the rank that failed, and the other machines stop early.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Store: TypeAlias = Any  # torch's, whose stubs know neither the name nor `clone`
 
 
 class FailureExchange:
-    """The end of one attempt: who failed, or that all are done. The machine that speaks first is heard by all."""
+    """The result of one attempt: the culprit, or that all machines are done. The first publication wins."""
 
     def __init__(self, store: Store, num_machines: int) -> None:
-        self._key = "accelerate/end"  # every attempt has a part of the store for itself
+        self._key = "accelerate/end"  # every attempt has its own prefix in the store
         self._num_machines = num_machines
         self._store = store
         self._received = threading.Event()
@@ -30,30 +30,30 @@ class FailureExchange:
 
     @staticmethod
     def is_supported(store: Store) -> bool:
-        """Tell whether this torch gives a thread a connection of its own (2.8 on)."""
+        """Return whether this torch can clone a store, so that a thread has its own connection (2.8 on)."""
         return hasattr(store, "clone")
 
     def publish(self, culprit: dict[str, Any] | None) -> None:
-        """Say who failed, or None if nobody did, unless another machine has spoken."""
+        """Publish the culprit, or None if no rank failed, unless another machine was first."""
         self._run_in_thread(lambda store: store.compare_set(self._key, "", json.dumps(culprit)))
 
     def mark_done(self) -> None:
-        """Say that this machine's ranks have ended well; the last machine tells all."""
+        """Count this machine as done; the last machine publishes that all are."""
         self._run_in_thread(self._count_done)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end to be known."""
+        """Wait until a result is published; return whether it was."""
         return self._received.wait(seconds)
 
     def exit_barrier(self) -> None:
-        """Wait for a moment until every machine knows how it ended: the store goes with one of them."""
+        """Wait briefly until every machine has the result: the store ends with the machine that hosts it."""
         self._run_in_thread(self._wait_for_other_machines)
 
     def _listen(self, store: Store) -> None:
         try:
             store.wait([self._key], _NO_TIMEOUT)
             self.culprit = json.loads(store.get(self._key))
-        except RuntimeError:  # the machine that held the store is gone: nothing more to hear
+        except RuntimeError:  # the machine that hosts the store has ended
             return
         self._received.set()
 
@@ -69,7 +69,7 @@ class FailureExchange:
             number = store.add(f"{self._key}/ready", 0)
 
     def _run_in_thread(self, action: Callable[[Store], object]) -> None:
-        """Act for a few seconds at most: a store whose machine is gone may answer late, and signals must be heard."""
+        """Run an action for a few seconds at most: a lost store may block, and signals must be handled meanwhile."""
 
         def act() -> None:
             try:

@@ -1,4 +1,4 @@
-"""A hostfile of DeepSpeed: its machines meet by torchelastic, as all others do, with one launch on each of them."""
+"""Read a hostfile of DeepSpeed. Its machines use torchelastic's rendezvous, with one launch on each machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 
 
 def cluster_from_hostfile(settings: LaunchSettings) -> Cluster | None:
-    """Return the place of this machine among those of `--deepspeed_hostfile`, or None where there is no such file."""
+    """Return the position of this machine in `--deepspeed_hostfile`, or None without such a file."""
     path = settings.resolved["deepspeed_hostfile"].value
     if path is None:
         return None
@@ -39,7 +39,7 @@ def cluster_from_hostfile(settings: LaunchSettings) -> Cluster | None:
 
 
 def remarks_on_machines(settings: LaunchSettings) -> list[str]:
-    """Say what has no effect: nobody here starts programs on other machines."""
+    """Return a message for a launcher that has no effect: this library starts no programs on other machines."""
     launcher = settings.resolved["deepspeed_multinode_launcher"]
     if launcher.value in (None, "standard"):
         return []

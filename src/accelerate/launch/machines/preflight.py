@@ -1,7 +1,7 @@
-"""Before torch is imported: make sure that every machine reaches machine 0 and that they agree on what to start.
+"""Check, before torch is imported, that every machine reaches machine 0 and that their settings agree.
 
-Machine 0 listens on the rendezvous port itself and calls the roll; the others report there. A machine that cannot be
-reached is named within seconds, instead of after the rendezvous' fifteen minutes.
+Machine 0 coordinates: it listens on the rendezvous port, and the other machines report there. A machine that cannot be
+reached is reported within seconds, instead of after the fifteen minutes of the rendezvous timeout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SECONDS_UNTIL_UNREACHABLE = 15.0
 SECONDS_PER_ATTEMPT = 5.0
 SECONDS_BETWEEN_NOTICES = 20.0
 SECONDS_TO_WAIT = 900.0
-"""As long as torchelastic's own rendezvous waits."""
+"""The timeout of torchelastic's own rendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one machine says about itself."""
+    """The settings that one machine sends to machine 0."""
 
     machine_rank: int
     num_machines: int
@@ -38,12 +38,12 @@ class Report:
         return f"{self.machine_rank} ({self.host})"
 
     def encode(self) -> bytes:
-        """Write it as a line."""
+        """Return the report as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: str) -> Report:
-        """Read what `encode` wrote; raise ValueError for anything else."""
+        """Parse a line of `encode`; raise ValueError for anything else."""
         try:
             values = json.loads(line)
             numbers = {name: int(values[name]) for name in ("machine_rank", "num_machines", "processes_here")}
@@ -53,7 +53,7 @@ class Report:
 
 
 def check_port(port: int) -> None:
-    """Raise if the port that machine 0 was told to use is taken."""
+    """Raise if the port cannot be bound on this machine."""
     try:
         _listen(port).close()
     except OSError as error:
@@ -65,7 +65,7 @@ def check_port(port: int) -> None:
 
 
 def wait_for_all_machines(own: Report, address: str, port: int, hosts: str | None) -> None:
-    """Return when all machines have met; raise when one can never come."""
+    """Return when all machines are connected; raise when one cannot connect or disagrees."""
     if own.machine_rank == 0:
         check_port(port)
         _Coordinator(own, address, port, hosts).wait_for_machines()
@@ -74,12 +74,12 @@ def wait_for_all_machines(own: Report, address: str, port: int, hosts: str | Non
 
 
 def check_reachable(address: str, port: int) -> None:
-    """Return when something listens at the address; raise if its machine cannot be reached."""
+    """Return when the port is open; raise if the machine cannot be reached."""
     _connect(address, port, time.monotonic()).close()
 
 
 class _Coordinator:
-    """Machine 0's side: who has come, on which connection."""
+    """The side of machine 0: collects the reports and answers all machines."""
 
     def __init__(self, own: Report, address: str, port: int, hosts: str | None) -> None:
         self._own = own
@@ -109,7 +109,7 @@ class _Coordinator:
             self._reply({"go": True})
 
     def _missing(self) -> list[int]:
-        """Return who is not here, after forgetting those who came and went."""
+        """Return the machines that are not connected, after dropping closed connections."""
         self._connected = {
             rank: (connection, report) for rank, (connection, report) in self._connected.items() if _is_open(connection)
         }
@@ -119,7 +119,7 @@ class _Coordinator:
         connection.settimeout(SECONDS_PER_ATTEMPT)
         try:
             report = Report.decode(_read_line(connection))
-        except (OSError, ValueError):  # somebody else knocked
+        except (OSError, ValueError):  # not a launcher
             connection.close()
             return
         conflict = self._conflict_with(report)
@@ -143,7 +143,7 @@ class _Coordinator:
         return None
 
     def _abort(self, reason: str, *more: socket.socket) -> NoReturn:
-        """Tell everybody who is here, and give up."""
+        """Send the reason to all connected machines, and raise it here."""
         self._reply({"objection": reason}, *more)
         raise LaunchError(reason)
 
@@ -152,7 +152,7 @@ class _Coordinator:
             with connection:
                 try:
                     connection.sendall(json.dumps(answer).encode() + b"\n")
-                except OSError:  # it went in this moment: torch's rendezvous will tell
+                except OSError:  # just disconnected: torch's rendezvous will report it
                     continue
 
     def _missing_text(self, seconds: float) -> str:
@@ -167,7 +167,7 @@ class _Coordinator:
 
 
 def _report_to_coordinator(own: Report, address: str, port: int) -> None:
-    """Report to machine 0 and wait for its word; report again if it was started anew meanwhile."""
+    """Report to machine 0 and wait for its answer; report again if it was restarted meanwhile."""
     started = time.monotonic()
     next_notice = started + SECONDS_BETWEEN_NOTICES
     while True:
@@ -195,7 +195,7 @@ def _report_to_coordinator(own: Report, address: str, port: int) -> None:
 
 
 def _connect(address: str, port: int, started: float) -> socket.socket:
-    """Connect; wait while the machine answers but nobody listens yet, give up when it does not answer."""
+    """Connect; retry while the connection is refused, and give up when the machine does not answer."""
     next_notice = started + SECONDS_BETWEEN_NOTICES
     silent_since: float | None = None
     while True:
@@ -229,7 +229,7 @@ def _reason(error: OSError) -> str:
 
 
 def _listen(port: int) -> socket.socket:
-    """Listen on every address of this machine, the old kind and the new."""
+    """Listen on every address of this machine, IPv4 and IPv6."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both)

@@ -1,4 +1,4 @@
-"""Launch a function from Python: on the processes of a notebook, or on a laptop with a debugger in one rank."""
+"""Launch a function from Python: on several processes of a notebook, or with a debugger in one rank."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 # [Note: worker rendezvous]
-# torch's static rendezvous has two faults. Its port has to be chosen before it is bound, and somebody may take it in
-# between; and its store outlives the workers, so that restarted ones find the addresses of those they replace and hang.
-# On one host the c10d rendezvous binds whatever port is free; with restarts, its workers bring a store of their own.
+# torch's static rendezvous has two faults. Its port is chosen before it is bound, so that another process may take it.
+# Its store outlives the workers, so that restarted workers find stale addresses and hang. On one host the c10d
+# rendezvous binds any free port; with restarts, its workers open a new store.
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = "29500"
 _DEBUG_TIMEOUT = timedelta(days=1)
 _FAILURE_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _HANDLED_SIGNALS = ",".join(number.name for number in TERMINATION_SIGNALS)
-# torch asks NVML for the number of devices then, instead of initialising CUDA, after which no process can fork.
+# With it, torch counts devices by NVML and does not initialise CUDA, after which a process cannot fork.
 _COUNT_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -143,7 +143,7 @@ def debug_launcher(
             return task.result()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused calls ----------------------------------------------------------------------------------------------------
 
 
 def _check_call(launcher: str, args: Sequence[Any], num_processes: int | None) -> None:
@@ -164,7 +164,7 @@ def _refuse_nesting(launcher: str) -> None:
 
 
 def _refuse_existing_state(launcher: str) -> None:
-    """Refuse to launch what would be captured by the function, and would quietly train alone in every worker."""
+    """Refuse to launch where state exists: workers would inherit it, and each would train on its own."""
     import torch.distributed as dist
 
     from ...runtime.group.runtime import Runtime
@@ -182,11 +182,11 @@ def _refuse_existing_state(launcher: str) -> None:
         )
 
 
-# --- how processes are started ----------------------------------------------------------------------------------------
+# --- starting processes -----------------------------------------------------------------------------------------------
 
 
 def _accelerator_in_use() -> str | None:
-    """Return the kind of accelerator that this process has initialised, or may have: it cannot be used after a fork."""
+    """Return the accelerator type that this process has, or may have, initialised: a fork cannot use it."""
     import torch
 
     from ...runtime.devices.device import accelerator_type, device_module
@@ -223,7 +223,7 @@ def _start_method(requested: str | None, accelerator_in_use: str | None) -> str:
 
 
 def _port(use_port: str | int, num_nodes: int) -> int:
-    """Return the port to meet at. On one host, where nobody else has to know, 0 is any that is free."""
+    """Return the port of the rendezvous: on one host 0, for any free port, unless another one was chosen."""
     if num_nodes == 1:
         if str(use_port) == _DEFAULT_PORT:
             return 0
@@ -252,7 +252,7 @@ def _new_task(
 
 @contextmanager
 def _children_killed_on_error() -> Iterator[None]:
-    """End the processes that were started inside, if the block is left by an error or an impatient Ctrl-C."""
+    """Kill the processes started inside the block if it is left by an error or a Ctrl-C."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -263,11 +263,11 @@ def _children_killed_on_error() -> Iterator[None]:
         raise
 
 
-# --- where the function runs ------------------------------------------------------------------------------------------
+# --- running the function ---------------------------------------------------------------------------------------------
 
 
 def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Run the function in this process, and leave the process as it was."""
+    """Run the function in this process, and reset the state that it has created."""
     from ...runtime.group.runtime import Runtime
 
     existed = Runtime.existing() is not None
@@ -279,7 +279,7 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _run_elastic(task: Task, **launch: Any) -> None:
-    """Run a task on workers that torchelastic starts, watches and ends."""
+    """Run a task on workers of torchelastic."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -292,7 +292,7 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         patch_environment(**variables),
         handlers_restored(),
         _children_killed_on_error(),
-        nullcontext() if launch["max_restarts"] else loggers_silenced(*_FAILURE_LOGGERS),  # a restart should be seen
+        nullcontext() if launch["max_restarts"] else loggers_silenced(*_FAILURE_LOGGERS),  # restarts stay visible
     ):
         config = LaunchConfig(
             start_method=task.start_method,
@@ -306,11 +306,11 @@ def _run_elastic(task: Task, **launch: Any) -> None:
             if failure is None:
                 raise _failure_without_record(error) from error
             failure.failures = error.failures
-            raise failure from None  # torch names whom it saw end first, often a victim: kept as `__context__`
+            raise failure from None  # torch's own error names the first rank it saw end, often collateral
         except SignalException as signalled:
             ended_by = signalled
     if ended_by is not None:
-        signal.raise_signal(ended_by.sigval)  # now to whoever handled it before: Ctrl-C is a KeyboardInterrupt again
+        signal.raise_signal(ended_by.sigval)  # for the handler from before: Ctrl-C raises KeyboardInterrupt again
         raise ended_by
 
 
@@ -329,7 +329,7 @@ def _failure_without_record(error: Any) -> WorkerFailedError:
 
 
 def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
-    """Be one rank of a task in this process, while the other ranks run in processes of their own."""
+    """Run the debugged rank of a task in this process, and the other ranks in processes of their own."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     from ...runtime.group.runtime import Runtime
@@ -353,7 +353,7 @@ def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
             raise error from (failure or error.__cause__)
         finally:
             Runtime.reset()
-            sys.excepthook = excepthook  # opening a process group put the rank in front of every line
+            sys.excepthook = excepthook  # opening a process group replaces the hook
         try:
             while not peers.join():
                 pass
@@ -363,11 +363,11 @@ def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
 
 
 def _ignore_error(*_: Any) -> None:
-    """Be the hook for uncaught errors of a process whose errors are shown elsewhere."""
+    """Replace `sys.excepthook` where errors are reported elsewhere."""
 
 
 def _run_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
-    """Be one of the ranks beside the debugged one, and out of the debugger's way."""
+    """Run a rank that is not debugged, without breakpoints and without the debugger's signals."""
     reset_signals(on_interrupt=signal.SIG_DFL)
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C at the debugger's prompt is not meant for this process
@@ -379,14 +379,14 @@ def _run_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
 
 
 def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Be the breakpoint of a rank that nobody debugs."""
+    """Replace `breakpoint()` in a rank that is not debugged."""
 
 
 def _call_with_debug_timeout(task: Task) -> Any:
-    """Call the function with a process group that waits for a rank in the debugger."""
+    """Call the function with a process group whose timeout allows for a rank in the debugger."""
     from ...runtime.group.runtime import Runtime
 
     rendezvous_file = (task.directory / "rendezvous").as_uri()
     options = InitProcessGroupKwargs(init_method=rendezvous_file, timeout=_DEBUG_TIMEOUT)
-    Runtime.start(cpu=True, init_handler=options).barrier()  # nobody may leave while others still come
+    Runtime.start(cpu=True, init_handler=options).barrier()  # no rank may leave before all have joined
     return task.function(*task.args)

@@ -1,4 +1,4 @@
-"""A function as a process pool starts it: told its number first, which becomes its rank."""
+"""A function for `torch.multiprocessing.start_processes`: its first argument becomes the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PrepareForLaunch:
     """Wrap a function for `torch.multiprocessing.start_processes`, which calls it with the number of the process.
 
     What the processes share (`WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) is the parent's to set. With `debug` they are
-    CPU processes that meet at the file `ACCELERATE_DEBUG_RDV_FILE` instead of at an address.
+    CPU processes, with the file `ACCELERATE_DEBUG_RDV_FILE` as their store.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Tell this process its rank, and run the function."""
+        """Set the rank of this process, and run the function."""
         world_size = read("WORLD_SIZE")
         variables = {"RANK": str(index), "LOCAL_RANK": str(index), "FORK_LAUNCHED": "1"}
         if world_size is not None:

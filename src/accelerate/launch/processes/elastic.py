@@ -1,4 +1,4 @@
-"""Many processes, by torchelastic. The only module of this package that imports torch."""
+"""Run several processes by torchelastic. The only module of this package that imports torch."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from .signals import handled_by, set_handlers
 from .verdict import Ending, judge
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
-"""After the first failure, so that ranks which fail by themselves can say so."""
+"""Grace period after the first failure, in which other ranks can fail by themselves and write a record."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
 MAX_PUBLISHED_TEXT = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
 
 
-class PortInUseError(Exception):
-    """Say that somebody else listens on the port, so that another one can be tried."""
+class PortInUse(Exception):
+    """The port is in use; the caller may try another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What torchelastic needs to know."""
+    """The settings of one run for torchelastic."""
 
     command: tuple[str, ...]
     processes_here: int
@@ -74,11 +74,11 @@ class Job:
     line_prefix: str
     debug: bool
     is_rendezvous_host: bool = False
-    """The machines meet here: the store is in this process."""
+    """Whether this process hosts the rendezvous store."""
 
     @property
     def is_static(self) -> bool:
-        """Whether every machine was given its number beforehand."""
+        """Whether machine ranks are fixed before the start."""
         return self.backend == "static"
 
 
@@ -89,26 +89,26 @@ class Outcome:
     endings: list[Ending] = field(default_factory=list)
     attempts: int = 1
     signal: int | None = None
-    """The signal that asked the launcher to end, if one did."""
+    """The termination signal that the launcher received, if any."""
     machine_rank: int = 0
-    """As the machines agreed, where they may come and go."""
+    """As assigned by the rendezvous; with `nnodes` it can change between attempts."""
 
     @property
     def asks_for_restart(self) -> bool:
-        """Whether the processes saved and left, to be started again."""
+        """Whether all processes saved and ended with the exit code that asks for a restart."""
         codes = {ending.exit_code for ending in self.endings}
         return START_ME_AGAIN in codes and codes <= {0, START_ME_AGAIN}
 
     @property
     def failed(self) -> bool:
-        """Whether any process did not end well."""
+        """Whether any process failed."""
         return any(ending.failed for ending in self.endings)
 
 
 def run(job: Job, guard: Guard) -> Outcome:
     """Run the processes of this machine until they end."""
     agent = Agent(job, guard)
-    # What torchelastic says about a failure is said better, and once, by the verdict.
+    # The verdict reports failures, once and in full, so torchelastic need not.
     quiet = nullcontext() if job.debug else loggers_silenced("torch.distributed.elastic")
     try:
         with quiet, handled_by(agent.on_signal):
@@ -117,7 +117,7 @@ def run(job: Job, guard: Guard) -> Outcome:
         pass
     except (RendezvousError, DistError) as error:
         if "address already in use" in str(error).lower():
-            raise PortInUseError from error
+            raise PortInUse from error
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
             f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
@@ -125,7 +125,7 @@ def run(job: Job, guard: Guard) -> Outcome:
         ) from error
     finally:
         if agent.exchange is not None:
-            if agent.outcome.failed:  # Slurm ends all when the first one has left, but a verdict is due
+            if agent.outcome.failed:  # Slurm terminates all when the first launcher ends, but the panel comes first
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             agent.exchange.exit_barrier()
         agent.rendezvous.shutdown()
@@ -135,7 +135,7 @@ def run(job: Job, guard: Guard) -> Outcome:
 class _StorePerAttempt(StaticTCPRendezvous):
     """torch's static rendezvous, with a new store on a new port for the processes of every attempt.
 
-    torch hands them the same one again, where they find the addresses of processes that have ended, and wait.
+    torch reuses one store, in which restarted processes find stale addresses and hang.
     """
 
     attempts = 0
@@ -150,7 +150,7 @@ class _StorePerAttempt(StaticTCPRendezvous):
 
 
 class Agent(LocalElasticAgent):
-    """torchelastic's agent, which notes how every rank ended and gives them time to."""
+    """torchelastic's agent, which also records how every rank ended and grants time to end."""
 
     def __init__(self, job: Job, guard: Guard) -> None:
         self.job = job
@@ -185,7 +185,7 @@ class Agent(LocalElasticAgent):
             return _StorePerAttempt(
                 job.address, job.port, job.machine_rank, job.max_machines, job.run_id, int(settings["timeout"])
             )
-        # torch recognises its own machine by a loopback address, but not by every name and address it has.
+        # torch recognises its own machine by a loopback address, but not by all of its names and addresses.
         is_local = job.is_rendezvous_host and not job.is_static
         return rendezvous.get_rendezvous_handler(
             RendezvousParameters(
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
         )
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Hand a signal to the processes and give them time; on the second one, end them."""
+        """Forward a signal to the processes and start the grace period; on the second signal, kill them."""
         if not self._running():
             raise SystemExit(128 + number)
         if self.outcome.signal is None:
@@ -216,13 +216,13 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.job.is_static and self.job.max_machines > 1:
-            set_handlers(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
+            set_handlers(signal.SIG_DFL)  # torch blocks in C++, where Python runs no handlers
         if self.exchange is not None:
-            self.exchange.publish(None)  # so that nobody goes on listening to the attempt before
+            self.exchange.publish(None)  # releases those who wait for the previous attempt
             self.exchange = None
         with self._notify_of_long_wait():
             super()._rendezvous(worker_group)
-        found: Any = worker_group  # torch's annotations say that its numbers are None
+        found: Any = worker_group  # torch annotates these numbers as None
         self.outcome.machine_rank = found.group_rank
         if found.group_world_size > 1 and FailureExchange.is_supported(found.store):
             self.exchange = FailureExchange(found.store, found.group_world_size)
@@ -244,7 +244,7 @@ class Agent(LocalElasticAgent):
             timer.cancel()
 
     def _exit_barrier(self) -> None:
-        """Wait for the other machines, which may need the store, in a way that hears signals and failures."""
+        """Wait for the other machines, which may need the store, while handling signals and failures."""
         if self.exchange is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
             return
@@ -254,7 +254,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        set_handlers(self.on_signal)  # torch has just put its own handlers there
+        set_handlers(self.on_signal)  # torch has just installed its own
         self.guard.watch_groups(pids.values())
         return pids
 
@@ -267,7 +267,7 @@ class Agent(LocalElasticAgent):
             self._record_endings(worker_group)
             self._publish_failure()
         elif START_ME_AGAIN in self._exit_codes().values():
-            self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
+            self._remaining_restarts = 0  # the batch system decides when it restarts
             self._deadline = time.monotonic() + self.job.grace_period
             self._wait_for_exit()
         elif failed_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
@@ -299,19 +299,19 @@ class Agent(LocalElasticAgent):
         while self._running() and time.monotonic() < deadline:
             codes = self._exit_codes().values()
             if deadline == self._deadline and any(code not in (None, 0, START_ME_AGAIN) for code in codes):
-                # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
+                # A rank ended by the signal, so the script has nothing to save: the other ranks only hang.
                 deadline = min(deadline, time.monotonic() + SECONDS_AFTER_ONE_GAVE_UP)
             time.sleep(0.05)
         self._send(signal.SIGKILL)
 
     def _wait_for_failures(self) -> None:
-        """Let others fail by themselves for a moment."""
+        """Give other ranks a moment to fail by themselves."""
         until = time.monotonic() + SECONDS_FOR_OTHERS_TO_FAIL
         while self._running() and time.monotonic() < until:
             time.sleep(0.02)
 
     def _terminate_running(self) -> set[int]:
-        """End the ranks that still run, and return them."""
+        """Terminate the ranks that still run, and return them."""
         living = set(self._running())
         if living:
             assert self._pcontext is not None
@@ -333,7 +333,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def _publish_failure(self) -> None:
-        """Say who failed here, or wait for a moment to hear it where all ranks here only lost their peers."""
+        """Publish the culprit; where all ranks here only lost their peers, wait briefly for another machine's."""
         if self.exchange is None or not self.outcome.failed:
             return
         verdict = judge(self.outcome.endings, out_of_memory=False)

@@ -1,4 +1,4 @@
-"""Carry out a plan: by one command, which may be the batch system's own starter, or by torchelastic."""
+"""Run a plan: by one command, which may be srun or mpirun, or by torchelastic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .signals import handled_by
 def run_plan(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
     """Run the plan and return the exit code of the launch.
 
-    A plan that is one command takes the place of this process with `replace_process`: nobody stands between it and
-    the terminal. A caller who wants to go on afterwards has it run as a child.
+    With `replace_process`, a plan of one command replaces this process (exec), and the call does not return. Otherwise
+    the command runs as a child.
     """
     if plan.method == "elastic":
         from .supervise import supervise
@@ -36,7 +36,7 @@ def run_plan(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> 
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> int:
-    """Run a command as a child and return its exit code as a shell does; signals that ask to end are for the child."""
+    """Run a command as a child and return its exit code as a shell does; termination signals go to the child."""
     child = subprocess.Popen(command, env=variables)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -54,7 +54,7 @@ def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
         total = str(plan.num_processes)
         command = ["mpirun", "--hostfile", str(settings.mpirun_hostfile), "-np", total, *_export_flags(plan), *command]
     elif plan.method == "srun":
-        # The same launch once per machine; Slurm then tells each which one it is.
+        # The same launch once per machine; each reads its rank from Slurm's variables.
         machines = str(plan.num_machines)
         command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]

@@ -1,4 +1,4 @@
-"""The signals that ask a launcher to end, and who answers them at which time."""
+"""Termination signals of a launcher, and their handlers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NoReturn
 TERMINATION_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-"""The last two are unknown to Windows."""
+"""Windows has no SIGHUP and no SIGQUIT."""
 
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers | int | None
 
 
 def set_handlers(handler: Handler) -> None:
-    """Set who answers the signals; outside the main thread Python allows no change."""
+    """Set the handler of all termination signals; does nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is threading.main_thread():
         for number in TERMINATION_SIGNALS:
             signal.signal(number, handler)
@@ -28,7 +28,7 @@ def set_handlers(handler: Handler) -> None:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Give the signals back, after the block, to whoever answered them before."""
+    """Restore the previous handlers after the block."""
     before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
     try:
         yield
@@ -40,12 +40,12 @@ def handlers_restored() -> Iterator[None]:
 
 @contextmanager
 def handled_by(handler: Handler) -> Iterator[None]:
-    """Let one function answer the signals inside the block."""
+    """Handle the termination signals by one function inside the block."""
     with handlers_restored():
         set_handlers(handler)
         yield
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End this process now: nobody was started yet. An exception could get lost inside `import torch`."""
+    """Exit now: no process was started yet. `import torch` could swallow an exception."""
     os._exit(128 + number)

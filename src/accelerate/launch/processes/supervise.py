@@ -1,4 +1,4 @@
-"""Many processes: meet the other machines, let torchelastic run, and say how it ended."""
+"""Run several processes: check the rendezvous, run torchelastic, and report how the run ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def supervise(settings: LaunchSettings, plan: Plan) -> int:
-    """Run the processes of this machine by torchelastic, say the verdict, and return the exit code."""
+    """Run the processes of this machine by torchelastic, print the verdict, and return the exit code."""
     with handled_by(exit_at_once):
-        guard = Guard()  # starts while the machines meet and torch is imported
+        guard = Guard()  # starts during the rendezvous check and the import of torch
         _check_rendezvous(plan)
-        # When a machine is lost, the launcher says so; torch's own store would print its C++ stack.
+        # The launcher reports a lost machine itself; torch's store would print its C++ stack.
         silence = {} if settings.debug else {"TORCH_CPP_LOG_LEVEL": read("TORCH_CPP_LOG_LEVEL") or "ERROR"}
         with patch_environment(**silence):
             from . import elastic  # noqa: F401
@@ -55,7 +55,7 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
             return 0
         verdict = judge(outcome.endings, out_of_memory=_out_of_memory_kills() > kills_before)
         if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
-            return CHECK_FAILED_CODE  # what was found has been printed
+            return CHECK_FAILED_CODE  # the findings were printed
         if settings.quiet:
             notify(verdict.headline)
         else:
@@ -74,7 +74,7 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
 
 
 def _check_rendezvous(plan: Plan) -> None:
-    """Make sure that the machines can meet, before anything that takes long."""
+    """Check ports and the other machines, before anything slow."""
     if plan.num_machines == 1:
         if not plan.port_is_free:
             preflight.check_port(plan.port)
@@ -122,7 +122,7 @@ def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Ou
     )
     try:
         return elastic.run(job, guard)
-    except elastic.PortInUseError:
+    except elastic.PortInUse:
         if not plan.port_is_free:
             raise LaunchError(
                 f"Port {plan.port} was taken while the run started: choose another --main_process_port."
@@ -138,12 +138,12 @@ def _rendezvous_settings(settings: LaunchSettings) -> dict[str, str]:
 
 
 def _run_id(plan: Plan) -> str:
-    """Return a name that all machines of this run share."""
+    """Return an id that all machines of this run share."""
     return uuid.uuid4().hex[:8] if plan.num_machines == 1 else f"accelerate-{plan.port}"
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    """Return the kernel's count of out-of-memory kills; 0 where it has no such counter."""
     try:
         counters = Path("/proc/vmstat").read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Say which rank ended a run, and why: one short panel, the last thing that is printed."""
+"""Find the rank that ended a run, and the cause: one short panel, printed last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from ...runtime.collectives.last_calls import read_calls
 from .worker import CRASH_FILE_NAME, is_user_file
 
-# What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
+# Errors of a healthy rank that lost a peer, as Gloo, NCCL, the store and torch word them.
 _LOST_PEER_ERRORS = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
@@ -34,13 +34,13 @@ class Ending:
     rank: int
     local_rank: int
     exit_code: int
-    """As the operating system says it: negative for a signal."""
+    """As `subprocess` reports it: negative for a signal."""
     ended_by_launcher: bool = False
-    """It was still running when the run was already lost."""
+    """It still ran when another rank had failed, and was terminated."""
     record: dict[str, Any] | None = None
-    """What `worker.py` wrote about an exception or `sys.exit`."""
+    """The record of an exception or `sys.exit`, written by `worker.py`."""
     crash: str = ""
-    """The Python stack that a fatal signal left."""
+    """The Python stack that faulthandler wrote on a fatal signal."""
     calls: tuple[tuple[int, str], ...] = ()
     """Its newest collectives, by number."""
     machine: str | None = None
@@ -48,17 +48,17 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not end well."""
+        """Whether the rank failed."""
         return self.exit_code != 0
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its exception is what a healthy rank meets when another one is gone."""
+        """Whether its exception is a symptom of a lost peer."""
         return self.record is not None and _LOST_PEER_ERRORS.search(self.record["text"]) is not None
 
     @property
     def diagnosis(self) -> str | None:
-        """What the watcher said: why the rank waited in vain, or why its peer was lost."""
+        """The watcher's diagnosis: why the rank hung, or why its peer was lost."""
         if self.record is None:
             return None
         if self.record["type"] == "StuckError":
@@ -67,7 +67,7 @@ class Ending:
 
     @property
     def is_collateral(self) -> bool:
-        """Whether it only fell with another rank."""
+        """Whether it only ended because of another rank."""
         return self.ended_by_launcher or self.lost_a_peer
 
     @property
@@ -82,7 +82,7 @@ class Ending:
 
     @classmethod
     def read(cls, *, rank: int, local_rank: int, exit_code: int, error_file: str, ended_by_launcher: bool) -> Ending:
-        """Collect what a rank left behind."""
+        """Read the files that a rank has written."""
         record, crash = None, ""
         with suppress(OSError, ValueError):
             record = json.loads(Path(error_file).read_text()).get("ending")
@@ -101,7 +101,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who failed first, why, and who only fell with it."""
+    """The rank that failed first, the cause, and the collateral."""
 
     culprit: Ending
     alike: tuple[int, ...]
@@ -114,17 +114,17 @@ class Verdict:
     out_of_memory: bool
     """The kernel killed a process for memory during this run."""
     shapes: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> the call in which the backend ended the culprit, where ranks brought different shapes to it."""
+    """Rank -> the collective in which the backend aborted the culprit, where the ranks' shapes differ."""
 
     @property
     def exit_code(self) -> int:
-        """The culprit's, as a shell says it."""
+        """The culprit's exit code, as a shell reports it."""
         code = self.culprit.exit_code
         return code if code >= 0 else 128 - code
 
     @property
     def headline(self) -> str:
-        """What happened, in one line."""
+        """The failure in one line."""
         if self.shapes:
             place = next(iter(_crash_places(self.culprit.crash)), None)
             call = next(iter(self.shapes.values())).partition("(")[0]
@@ -140,7 +140,7 @@ class Verdict:
 
 
 def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
-    """Find the culprit: the earliest of those that failed by themselves."""
+    """Find the culprit: the earliest rank that failed by itself."""
     endings = list(endings)
     failed = sorted((ending for ending in endings if ending.failed), key=_time)
     own = _own_failures(failed)
@@ -159,7 +159,7 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
 
 
 def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
-    """Return the failures that are not the consequence of another one, in order of time."""
+    """Return the failures that are not collateral, in order of time."""
     own = [ending for ending in failed if not ending.is_collateral]
     if own and own[0].diagnosis is None:  # the ranks with a diagnosis waited for one that had failed before
         own = [ending for ending in own if ending.diagnosis is None]
@@ -167,14 +167,14 @@ def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
 
 
 def _most_informative(collateral: Sequence[Ending]) -> Ending:
-    """Return the ending that says most, where all are collateral: one with a diagnosis, else one with an exception."""
+    """Return the most informative of collateral endings: with a diagnosis, else with an exception."""
     diagnosed = (ending for ending in collateral if ending.diagnosis is not None)
     by_itself = (ending for ending in collateral if not ending.ended_by_launcher)
     return next(diagnosed, None) or next(by_itself, collateral[0])
 
 
 def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, str]:
-    """Return what each rank brought to the call in which the culprit was ended by its backend; {} where it is equal."""
+    """Return each rank's shapes in the collective that aborted the culprit; {} where they are equal."""
     if culprit.signal_name != "SIGABRT" or not culprit.calls:
         return {}
     number = max(culprit.calls)[0]
@@ -183,7 +183,7 @@ def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, s
 
 
 def _time(ending: Ending) -> float:
-    # A signal leaves no record and no time; those who then lost their peer are told apart by what they met.
+    # A rank ended by a signal has no record and no time; it sorts first. Its victims are known by their errors.
     return ending.record["time"] if ending.record is not None else 0.0
 
 
@@ -197,7 +197,7 @@ def _kind(ending: Ending) -> tuple[object, ...]:
 
 
 def describe(ending: Ending, out_of_memory: bool = False) -> str:
-    """Say in one line how a rank ended."""
+    """Describe in one line how a rank ended."""
     if ending.signal_name is not None:
         if ending.signal_name == "SIGKILL" and out_of_memory:
             return "killed by the kernel, which ran out of memory (SIGKILL)"
@@ -232,9 +232,8 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
-    if (
-        verdict.collateral and culprit.diagnosis is None and not verdict.shapes
-    ):  # there everybody is concerned, and named
+    names_all_ranks = culprit.diagnosis is not None or verdict.shapes
+    if verdict.collateral and not names_all_ranks:
         lines += _field("collateral", _collateral_text(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
@@ -272,7 +271,7 @@ def _evidence(ending: Ending, width: int) -> list[str]:
 
 
 def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
-    """Break a line at its spaces; one that fits keeps them as they are."""
+    """Wrap a line at its spaces; a line that fits is not changed."""
     if len(line) <= width - 3:
         return [f"   {line}"]
     return textwrap.wrap(
@@ -286,13 +285,13 @@ def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
 
 
 def _split_diagnosis(diagnosis: str) -> tuple[str, str]:
-    """Return what happened, as the watcher says it, and what it says to do."""
+    """Return the finding and the advice of a diagnosis."""
     happened, *advice = re.split(r"\. (?=[A-Z])", diagnosis.splitlines()[0], maxsplit=1)
     return happened[:1].lower() + happened[1:].removesuffix("."), "".join(advice)
 
 
 def _diagnosis_lines(diagnosis: str, width: int) -> list[str]:
-    """Show a line for every place where ranks are."""
+    """Return the lines of a diagnosis that show where the ranks are."""
     return [line for place in diagnosis.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
 
 
@@ -306,7 +305,7 @@ def _shapes_by_rank(shapes: Mapping[int, str]) -> list[str]:
 def _crash_places(crash: str) -> list[tuple[str, str]]:
     """Return (line, function) of the thread that crashed, the innermost first: the user's own frames, else the last.
 
-    A native thread without Python may have crashed; then it was some Python thread's call that it worked for.
+    If a native thread crashed, the frames of the Python threads are searched instead.
     """
     threads = crash.split("\n\n")
     current = [thread for thread in threads if "Current thread" in thread and "File " in thread]
@@ -349,7 +348,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def remedy(ending: Ending, verdict: Verdict) -> str:
-    """Say what to do next."""
+    """Return what to do next."""
     if verdict.shapes:
         return (
             "accelerator.pad_across_processes(tensor, dim=...) before the call makes shapes equal; gather_object() "

@@ -1,10 +1,10 @@
-"""`accelerate test`: show that this machine does, on these processes, what training needs.
+"""`accelerate test`: check processes, collectives, data and training on this machine.
 
     accelerate launch -m accelerate.launch.selftest
 
-Every process runs the checks of `checks.py` one after the other; rank 0 prints what came of them. A rank that fails a
-check leaves the process group, which frees those who wait for it, and all meet in a new one for the next check. What
-came of a check travels by a store beside the group, so that it arrives also when the group is broken.
+Every process runs the checks of `checks.py` one after the other; rank 0 prints the outcomes. A rank that fails a check
+leaves the process group, which releases ranks that wait for it, and all ranks open a new group for the next check.
+Outcomes are exchanged through a separate store, so that they arrive even if the group is broken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_SHOWN_FAILURES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one check on one rank."""
+    """The outcome of one check on one rank."""
 
     rank: int
     passed: bool
@@ -51,11 +51,11 @@ class Outcome:
     """The evidence, or the reason."""
     seconds: float
     ended: float
-    """When, by the rank's clock: the first failure explains the others."""
+    """Time of the end, by the rank's clock: the first failure explains the others."""
 
 
 class Bench:
-    """The processes under test, from the view of one of them."""
+    """The processes under test, as one of them sees them."""
 
     def __init__(self) -> None:
         from ...accelerator import Accelerator
@@ -99,11 +99,11 @@ class Bench:
         )
 
     def key(self, name: str) -> str:
-        """Return a name in the store that belongs to the present process group."""
+        """Return a key of the store that belongs to the current process group."""
         return f"group {self.num_groups}/{name}"
 
     def leave_group(self) -> None:
-        """Leave the process group, so that nobody waits for this process there."""
+        """Leave the process group, so that no rank waits for this one."""
         import torch.distributed as dist
 
         from ...runtime.group.runtime import Runtime
@@ -134,7 +134,7 @@ class Bench:
         self.accelerator = Accelerator()
 
     def run(self, name: str, check: Check) -> list[Outcome]:
-        """Run a check here and return what came of it on every rank."""
+        """Run a check and return the outcomes of all ranks."""
         start = time.perf_counter()
         try:
             text, passed = check(self), True
@@ -150,7 +150,7 @@ class Bench:
         return outcomes
 
     def exchange(self, name: str, mine: Outcome) -> list[Outcome]:
-        """Tell the others what came of a check, and learn it from them."""
+        """Exchange the outcomes of a check between all ranks."""
         self.store.set(f"{name}/{self.rank}", json.dumps(asdict(mine)))
         outcomes = []
         for rank in self.ranks:
@@ -160,11 +160,11 @@ class Bench:
                 seconds = _STORE_TIMEOUT.total_seconds()
                 silent = Outcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
                 outcomes.append(silent)
-                self.store.set_timeout(timedelta(seconds=1))  # the next ones had the same time to answer
+                self.store.set_timeout(timedelta(seconds=1))  # the next ranks had the same time to answer
         return outcomes
 
     def shut_down(self) -> None:
-        """Leave together: rank 0 keeps the store until the others have gone."""
+        """Leave the group; rank 0 keeps the store until the others are done."""
         self.leave_group()
         with suppress(RuntimeError):
             self.store.set(f"done/{self.rank}", "")
@@ -213,7 +213,7 @@ def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
 
 
 def run(bench: Bench) -> list[str]:
-    """Run all checks, tell them on rank 0, and return the names of those that failed."""
+    """Run all checks, print the outcomes on rank 0, and return the names of the failed checks."""
 
     def print_once(text: str) -> None:
         if bench.rank == 0:
@@ -244,8 +244,8 @@ def run(bench: Bench) -> list[str]:
 def main() -> None:
     """Run the self-test in this process; rank 0 ends with exit code 1 if a check failed."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ is no reason to fail
-    with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # a rank that waits in vain is a result here, not the end
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not have ✓
+    with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # here a hang is an outcome, and must not end the run
         _check()
 
 

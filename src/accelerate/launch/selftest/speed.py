@@ -1,4 +1,4 @@
-"""The speed that `accelerate test` reports: measured and told, not judged."""
+"""Measure the speed that `accelerate test` reports. No speed is an error."""
 
 from __future__ import annotations
 
