@@ -20,7 +20,7 @@ _DESCRIPTION = "Start a script on one process or many. The script's own argument
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "launch", _DESCRIPTION)
     parser.usage = "accelerate launch [options] SCRIPT [SCRIPT'S ARGUMENTS]"
     add_launch_options(parser)
@@ -30,7 +30,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything that a launch can be told, for verbs that launch."""
+    """Add all options of a launch, for verbs that launch."""
     parser.add_argument(
         *spellings("config_file"), help="read settings from this YAML file instead of the default one", metavar="FILE"
     )
@@ -38,19 +38,19 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and its arguments, which end what a verb is told."""
+    """Add the script and its arguments, which end the command line."""
     parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
 def launch_flags(args: argparse.Namespace) -> list[str]:
-    """Return the words that tell a launch what another verb was told."""
+    """Return the launch flags that were given to another verb."""
     file = [] if args.config_file is None else ["--config_file", args.config_file]
     return file + as_flags(explicit_options(args, OPTIONS))
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Launch what a parsed command line asks for; raise SystemExit with the culprit's code where it fails."""
+    """Launch from a parsed command line; raise SystemExit with the culprit's exit code on failure."""
     _launch(args, replace_process=False)
 
 
@@ -88,7 +88,7 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
 
 
 def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
-    """Return a sentence for every option of a launch that the script gets, and does not seem to know."""
+    """Return a message for every launch option after the script that the script does not seem to read."""
     flags = {flag: option for option in OPTIONS if option.group in (RESOURCES, MACHINES) for flag in option.flags}
     given = [word.partition("=")[0] for word in words]
     found = [flag for flag in given if flag.startswith("--") and flag in flags]
@@ -96,7 +96,7 @@ def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
         return []
     try:
         source = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a module or a program, which may know anything
+    except OSError:  # a module or a program: its options are not known
         return []
     if any(word in source for word in _READS_MANY_OPTIONS):
         return []
@@ -108,7 +108,7 @@ def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
 
 
 _READS_MANY_OPTIONS = ("HfArgumentParser", "TrainingArguments", "TrlParser", "parse_known_args")
-"""Words of scripts whose options stand in a library, or are not all theirs."""
+"""Words of scripts whose options are defined elsewhere."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -117,13 +117,13 @@ def add_parser(verbs: Any) -> None:
 
 
 def _launch_and_exit(args: argparse.Namespace) -> None:
-    """Launch, and end this process without taking torch down, which takes a tenth of a second and helps nobody."""
+    """Launch, and exit without the finalisation of torch, which takes a tenth of a second."""
     code: Any = 0
     try:
         _launch(args, replace_process=True)
     except SystemExit as ending:
         code = ending.code
-    except KeyboardInterrupt:  # before there was anybody to hand it to
+    except KeyboardInterrupt:  # before a process was started
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,7 +131,7 @@ def _launch_and_exit(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     _launch(launch_command_parser().parse_args(sys.argv[1:]), replace_process=True)
 
 

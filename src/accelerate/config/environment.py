@@ -18,7 +18,7 @@ _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int:
-    """Read a yes/no word as people write it: as 1 or 0, or as True or False with `to_bool`."""
+    """Parse a yes/no word: as 1 or 0, or as True or False with `to_bool`."""
     word = value.strip().lower()
     if word in _TRUE | _FALSE:
         return word in _TRUE if to_bool else int(word in _TRUE)
@@ -109,7 +109,7 @@ def read_fsdp() -> dict[str, str] | None:
 
 
 def asks_for_deepspeed() -> bool:
-    """Tell whether the environment asks for DeepSpeed."""
+    """Return whether the environment asks for DeepSpeed."""
     return bool(_read_as(USE_DEEPSPEED, bool))
 
 
@@ -121,7 +121,7 @@ def read_deepspeed() -> dict[str, str]:
 
 
 def asks_for_parallelism() -> bool:
-    """Tell whether the environment asks for a mesh."""
+    """Return whether the environment asks for a mesh."""
     return bool(_read_as(USE_PARALLELISM, bool))
 
 
@@ -164,7 +164,7 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 # The exit code of a process that `accelerate launch --check` has found mistakes in.
 CHECK_FAILED_CODE = 3
 
-# The folder of a diary, which `accelerate verify-resume` asks a run to keep.
+# The folder for the trace of a run, set by `accelerate verify-resume`.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
 
 
@@ -178,7 +178,7 @@ def requested_engine() -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherVariables:
-    """The variables in which one kind of launcher tells a process who it is."""
+    """The variables in which one kind of launcher passes rank and world size to a process."""
 
     name: str
     rank: str
@@ -201,7 +201,7 @@ class LauncherVariables:
         return found
 
 
-# In order: whoever is nearer to the process wins (torchrun inside an srun step, srun inside an mpirun, ...).
+# In order: the innermost launcher wins (torchrun inside an srun step, srun inside an mpirun, ...).
 LAUNCHERS = (
     LauncherVariables(
         name="torchrun",
@@ -247,9 +247,9 @@ SLURM_NODE_LIST = "SLURM_STEP_NODELIST"
 SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 SLURM_NODE_ID = "SLURM_NODEID"
 SLURM_STEP_ID = "SLURM_STEP_ID"
-OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; since 5.0 it is no longer told
+OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; not set since 5.0
 OPENMPI_OWN_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
-# What every process of one job shares and other jobs on the host do not, the narrowest first: it picks the port.
+# Ids that all processes of one job share and other jobs on the host do not, the narrowest first. They select the port.
 JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
 
 
@@ -260,7 +260,7 @@ def read(name: str) -> str | None:
 
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
-    """Set variables (names upper-cased) inside the block and put back what was there."""
+    """Set variables (names upper-cased) inside the block and restore them afterwards."""
     before = {name.upper(): os.environ.get(name.upper()) for name in variables}
     os.environ.update({name.upper(): str(value) for name, value in variables.items()})
     try:
@@ -275,7 +275,7 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside the block and put everything back afterwards."""
+    """Empty the environment inside the block and restore it afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -285,7 +285,7 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# --- what other libraries use ---------------------------------------------------------------------------------------
+# --- used by other libraries ------------------------------------------------------------------------------------------
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -309,7 +309,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def purge_accelerate_environment(func_or_cls: F) -> F:
-    """Give back, after a function or after every test method of a class, the `ACCELERATE_` variables as they were.
+    """Restore the `ACCELERATE_` variables after a function, or after every test method of a class.
 
     Test methods that a subclass adds are covered too.
     """
@@ -331,7 +331,7 @@ def purge_accelerate_environment(func_or_cls: F) -> F:
 
 
 def _purge_after_tests(cls: Any) -> None:
-    """Cover the test methods of a class, and of every class that is derived from it later."""
+    """Wrap the test methods of a class, and of every later subclass."""
     _wrap_tests_of(cls)
     own = vars(cls).get("__init_subclass__")
 

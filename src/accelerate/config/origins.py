@@ -1,4 +1,4 @@
-"""Where a value came from: a small module, so that the command can ask without loading the settings of training."""
+"""Values with their origins. A small module, so that the command line need not import the training settings."""
 
 from __future__ import annotations
 

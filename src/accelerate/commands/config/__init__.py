@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _FlagsAfterSubcommand(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """Refuse flags before a subcommand: argparse would forget them without a word."""
+    """Refuse flags before a subcommand: argparse would drop them silently."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if getattr(namespace, GIVEN, None) or namespace.config_file is not None or namespace.overwrite:
@@ -33,7 +33,7 @@ class _FlagsAfterSubcommand(argparse._SubParsersAction):  # type: ignore[type-ar
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb with its subcommands, alone or as one of the command's verbs."""
+    """Return the parser of the verb with its subcommands, standalone or as a subcommand of `accelerate`."""
     parser = config_command_parser(subparsers)
     subcommands = parser.add_subparsers(
         title="subcommands",
@@ -53,7 +53,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     args = get_config_parser().parse_args()
     args.run(args)
 

@@ -1,4 +1,4 @@
-"""The questions of `accelerate config`: few, with what this machine has as the first suggestion."""
+"""The questions of `accelerate config`. Defaults come from the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get_cluster_input() -> ClusterConfig:
 
 
 def ask() -> dict[str, Any]:
-    """Ask only what matters after the answers so far; return option names and values."""
+    """Ask only what depends on the answers so far; return option names and values."""
     accelerators = count_accelerators()
     on_cpu = _device(accelerators) == "cpu"
     answers: dict[str, Any] = {"cpu": True} if on_cpu else {"gpu_ids": "all"}
@@ -74,7 +74,7 @@ def _device(accelerators: int) -> str:
 
 
 def _rendezvous(machines: int) -> dict[str, Any]:
-    """Ask how the machines find each other."""
+    """Ask for the rendezvous of the machines."""
     from ...launch.plan import DEFAULT_MASTER_PORT
 
     started_by = asking.choose(

@@ -20,7 +20,7 @@ _DESCRIPTION = (
     "asked and their values are written."
 )
 INTERRUPTED = 130
-"""As a shell reports a program that was ended by Ctrl-C."""
+"""As a shell reports a program that Ctrl-C has ended."""
 
 
 def get_user_input() -> ClusterConfig:
@@ -66,7 +66,7 @@ def _ask_and_write(path: Path, *, overwrite: bool) -> None:
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "config", _DESCRIPTION)
     parser.add_argument(
         *spellings("config_file"), metavar="FILE", help="file to write; by default the file that every launch reads"
@@ -78,7 +78,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run `accelerate config` alone, without its subcommands."""
+    """Run `accelerate config` as a program of its own, without subcommands."""
     config_command(config_command_parser().parse_args())
 
 

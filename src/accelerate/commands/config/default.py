@@ -1,4 +1,4 @@
-"""`accelerate config default`: write a file without asking anything."""
+"""`accelerate config default`: write a file without questions."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ def _write_unless_there(flags: Mapping[str, Any], path: Path, *, overwrite: bool
 
 
 def write_by_flags(args: argparse.Namespace, path: str | Path | None) -> None:
-    """Write a file from the flags of a command line, and say so."""
+    """Write a file from the flags of a command line, and print its path."""
     flags = explicit_options(args, FLAGS)
     with exit_on_errors():
         written = _write_unless_there(
             flags, Path(path or default_config_path()), overwrite=getattr(args, "overwrite", False)
         )
         if written is None:
-            if set(flags) - {"mixed_precision"}:  # something was asked for and not done; as published, else no failure
+            if set(flags) - {
+                "mixed_precision"
+            }:  # given flags were not written; without flags it is no failure, as published
                 raise SystemExit(1)
             return
         file = read_config(written)
@@ -62,7 +64,7 @@ def default_config_command(args: argparse.Namespace) -> None:
 
 
 def add_writing_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--overwrite` and a flag for everything that a file can say."""
+    """Add `--overwrite` and a flag for every key of a file."""
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.epilog = "The flags of engines, which `accelerate launch --help` lists, are taken too."
     add_options(parser, FLAGS)

@@ -1,4 +1,4 @@
-"""`accelerate config update`: bring a file of old into today's form."""
+"""`accelerate config update`: rewrite an old configuration file with the current keys."""
 
 from __future__ import annotations
 

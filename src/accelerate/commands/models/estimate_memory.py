@@ -1,4 +1,4 @@
-"""`accelerate estimate-memory`: what a model takes, before it is loaded anywhere."""
+"""`accelerate estimate-memory`: estimate the memory of a model without loading it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(
         subparsers,
         "estimate-memory",
@@ -82,7 +82,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Estimate, and print tables."""
+    """Estimate, and print tables or JSON."""
     from ...inference.estimating.definitions import DefinitionError
 
     try:
@@ -136,7 +136,7 @@ def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, st
 
 
 def _as_given(batch: Batch) -> Any:
-    """Return a batch in the form that the user's function gave it."""
+    """Return a batch in the form that the user's function returned."""
     if batch.kwargs:
         return dict(batch.kwargs)
     return batch.args[0] if len(batch.args) == 1 else batch.args
@@ -148,7 +148,7 @@ def _spread(args: argparse.Namespace) -> Spread:
     return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
 
 
-# --- What is printed --------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> dict[str, Any]:
@@ -277,5 +277,5 @@ def _table(title: str, headers: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     estimate_command(estimate_command_parser().parse_args())

@@ -1,4 +1,4 @@
-"""`accelerate verify-resume`: run a script whole, and again with a kill and a resume, and compare every step."""
+"""`accelerate verify-resume`: compare an uninterrupted run with one that was killed and resumed, step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DESCRIPTION = (
 
 
 def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "verify-resume", _DESCRIPTION)
     parser.usage = (
         "accelerate verify-resume [--steps N] [--kill_at K] [options of accelerate launch] SCRIPT [ARGUMENTS]"
@@ -47,7 +47,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def verify_resume_command(args: argparse.Namespace) -> None:
-    """Run the script three times and say whether the resume is a resume."""
+    """Run the script three times and report whether the resumed run equals the uninterrupted one."""
     kill_at = args.steps // 2 if args.kill_at is None else args.kill_at
     if not 0 < kill_at < args.steps:
         raise SystemExit(f"accelerate verify-resume: --kill_at {kill_at} must lie between 0 and --steps {args.steps}.")
@@ -104,5 +104,5 @@ def _compare(whole: Path, resumed: Path, steps: int, kill_at: int) -> int:
     return 1
 
 
-def _print(sentence: str) -> None:
-    print(f"accelerate verify-resume: {sentence}", flush=True)
+def _print(message: str) -> None:
+    print(f"accelerate verify-resume: {message}", flush=True)

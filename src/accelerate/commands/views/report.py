@@ -1,4 +1,4 @@
-"""`accelerate report`: what `log_with="jsonl"` wrote, as one HTML page, or live in the terminal."""
+"""`accelerate report`: show runs of `log_with="jsonl"` as one HTML page, or live in the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DESCRIPTION = (
 
 
 def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "report", _DESCRIPTION)
     parser.add_argument(
         "run_dirs", nargs="*", metavar="RUN_DIR",
@@ -111,7 +111,7 @@ def _page_file(output: str | None, place: Path) -> Path:
 
 
 def _write_atomically(file: Path, text: str) -> None:
-    """Write beside and rename, so that a browser that reloads never sees half a page."""
+    """Write a temporary file and rename it, so that a browser never reads half a page."""
     try:
         handle, beside = tempfile.mkstemp(dir=file.parent, prefix=".report-", suffix=".html")
         try:
@@ -132,7 +132,7 @@ def _write_atomically(file: Path, text: str) -> None:
 
 
 def seconds(word: str) -> float:
-    """Read a time between two looks."""
+    """Parse an update interval."""
     number = float(word)
     if not 0.05 <= number <= 86400:
         raise argparse.ArgumentTypeError(f"{word} is not a number of seconds from 0.05 on")
@@ -147,5 +147,5 @@ def _points(word: str) -> int:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     report_command(report_command_parser().parse_args())

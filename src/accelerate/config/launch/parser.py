@@ -22,7 +22,7 @@ VERBS = {
     "watch": "show the step time of every rank, live in the terminal",
 }
 GIVEN = "_given"
-"""Attribute of the namespace: the names of the options that were typed."""
+"""Attribute of the namespace: the names of the options that were given."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """Exact flags only: `--num` is not `--num_processes`, and a script's own flags are left alone."""
 
     verb: Parser | None = None
-    """The parser of the verb that was typed."""
+    """The parser of the given verb."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -54,10 +54,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and what was probably meant, without the usage of a hundred options."""
+        """Print the error and the nearest known flag, without the usage of a hundred options."""
         from .files import did_you_mean
 
-        asked = self if self.verb is None else self.verb  # argparse hands a verb's unknown words back to the command
+        asked = self if self.verb is None else self.verb  # argparse reports a verb's unknown words on the main parser
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             words = message[len(prefix) :].split()
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def verb_parser(subparsers: Any, verb: str, description: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of a verb: alone, as published, or as one of the command's."""
+    """Return the parser of a verb: standalone, as published, or as a subcommand."""
     if subparsers is None:
         return Parser(f"accelerate {verb}", description=description or VERBS[verb])
     parser: argparse.ArgumentParser = subparsers.add_parser(verb, help=VERBS[verb], description=description)
@@ -85,7 +85,7 @@ def verb_parser(subparsers: Any, verb: str, description: str | None = None) -> a
 
 
 class _StoreExplicit(argparse.Action):
-    """Store a value, and that it was typed: a default must not beat a file, a typed value must."""
+    """Store a value and mark it as explicit: explicit values override a configuration file, defaults do not."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if self.nargs == 0:
@@ -160,7 +160,7 @@ _METAVARS = {
 
 
 def _metavar(option: Option) -> str:
-    """Return a word for what is to be given: a number is N, unless its name says what it counts or points at."""
+    """Return the metavar of an option: N for a number, unless its name says more."""
     last = option.name.split("_")[-1]
     if option.name in _METAVARS:
         return _METAVARS[option.name]
@@ -170,7 +170,7 @@ def _metavar(option: Option) -> str:
 
 
 def explicit_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
-    """Return the options that were typed; for a namespace made elsewhere, those that differ from their default."""
+    """Return the options that were given; for a namespace from elsewhere, those that differ from their default."""
     given = getattr(args, GIVEN, None)
     values = {option.name: getattr(args, option.name, option.default) for option in options}
     if given is None:

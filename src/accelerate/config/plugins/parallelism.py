@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: over which axes a model and its data are spread, and how far along each."""
+"""`ParallelismConfig`: the axes of the device mesh and their sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost, whose processes lie far apart, to the innermost, whose processes talk most."""
+"""From the outermost axis to the innermost, which communicates most."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
 }
-"""Published names of several axes taken as one."""
+"""Published names of flattened axes."""
 REST = -1
 
 
@@ -36,7 +36,7 @@ class TorchContextParallelConfig:
     """Tune context parallelism."""
 
     cp_comm_strategy: str | None = None
-    """How keys and values travel: "allgather" (default) or "alltoall", which passes them around a ring."""
+    """How keys and values are exchanged: "allgather" (default) or "alltoall", which passes them around a ring."""
 
     def __post_init__(self) -> None:
         self.cp_comm_strategy = self.cp_comm_strategy or read_parallelism("cp_comm_strategy") or "allgather"
@@ -49,7 +49,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 @dataclass
 class PipelineConfig:
-    """Say where a model is cut into stages, and in which order micro-batches pass through them."""
+    """Configure where a model is cut into stages, and the schedule of the micro-batches."""
 
     split_at: Sequence[str] | None = None
     """Names of the modules with which a new stage begins; by default the repeated blocks are divided evenly."""
@@ -80,7 +80,7 @@ class PipelineConfig:
             raise ValueError(f"PipelineConfig(microbatches={self.microbatches}): a batch has at least 1 part.")
 
     def stages_of(self, rank: int, pp_size: int) -> list[int]:
-        """Return the stages of a process: they go round the processes."""
+        """Return the stages of a process; stages are assigned round-robin."""
         return [rank + pp_size * index for index in range(self.stages_per_rank or 1)]
 
     def microbatches_for(self, pp_size: int) -> int:
@@ -103,7 +103,7 @@ class PipelineConfig:
 
 @dataclass
 class ParallelismConfig:
-    """Say how many processes stand along each axis; their product is the number of processes.
+    """Configure the size of each mesh axis; their product is the number of processes.
 
     A size of -1 on one of the two data axes means "whatever is left". A field that is left out comes from the
     environment (`PARALLELISM_CONFIG_TP_SIZE` and so on), or has its default.
@@ -118,11 +118,11 @@ class ParallelismConfig:
     cp_size: int | None = None
     """Processes that split every sequence: context parallelism."""
     cp_backend: str | None = None
-    """Who splits sequences: "torch", the only choice."""
+    """Implementation of context parallelism: "torch", the only choice."""
     sp_size: int | None = None
     """Processes of DeepSpeed's sequence parallelism. More than 1 is refused by this version."""
     sp_backend: str | None = None
-    """Who would run sequence parallelism."""
+    """Implementation of sequence parallelism. Nothing reads it."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Details of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
@@ -155,7 +155,7 @@ class ParallelismConfig:
         self.device_mesh: DeviceMesh | None = None
 
     def _checked_size(self, name: str) -> int:
-        """Return a size as given, else from the environment, else 1; refuse what is no size."""
+        """Return a size as given, else from the environment, else 1; refuse an invalid one."""
         size = getattr(self, name)
         if size is None:
             size = read_parallelism(name)
@@ -169,7 +169,7 @@ class ParallelismConfig:
             )
         return size
 
-    # --- how far along each axis ------------------------------------------------------------------------------------
+    # --- sizes of axes ----------------------------------------------------------------------------------------------
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
@@ -177,32 +177,32 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Tell whether there are several copies."""
+        """Return whether there are several copies."""
         return self.size("dp_replicate") != 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Tell whether parameters are sharded."""
+        """Return whether parameters are sharded."""
         return self.size("dp_shard") != 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Tell whether layers are split."""
+        """Return whether layers are split."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Tell whether sequences are split."""
+        """Return whether sequences are split."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Tell whether DeepSpeed's sequence parallelism is asked for."""
+        """Return whether DeepSpeed's sequence parallelism is asked for."""
         return self.size("sp") > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Tell whether the layers are spread over a pipeline."""
+        """Return whether the layers are spread over a pipeline."""
         return self.size("pp") > 1
 
     @property

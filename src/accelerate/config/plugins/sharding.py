@@ -28,7 +28,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "no": "floa
 class FullyShardedDataParallelPlugin:
     """Shard parameters, gradients and optimizer state over processes, by torch's `fully_shard` (FSDP2).
 
-    The fields are the published ones. Those that only FSDP1 knew are translated, and said to be, in one line.
+    The fields are the published ones. Fields of FSDP1 are translated, and a warning lists the translations.
     """
 
     fsdp_version: int | None = None
@@ -68,7 +68,7 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_offload: bool | None = None
     """Keep the inputs of recomputed units on the host."""
     cpu_ram_efficient_loading: bool | None = None
-    """Only the first process brings weights; the others get their shards from it."""
+    """Only the first process loads weights; the others receive their shards from it."""
     transformer_cls_names_to_wrap: list[str] | str | None = None
     """Class names, or patterns of module names such as `model.layers.*`, of the units."""
     min_num_params: int | None = None
@@ -100,7 +100,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def _translate(self) -> None:
-        """Turn what FSDP1 called its strategy into FSDP2's terms."""
+        """Translate the settings of FSDP1 to FSDP2."""
         notes = []
         if self.sharding_strategy is not None:
             name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy)).upper()
@@ -157,26 +157,26 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = _policy(mixed_precision)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Choose the classes of the units by what the model says of itself, where no class was named."""
+        """Take the classes of the units from the model's `_no_split_modules`, where no class was named."""
         own = getattr(model, "_no_split_modules", None)
         if self.auto_wrap_policy == "transformer_based_wrap" and not self.transformer_cls_names_to_wrap and own:
             self.transformer_cls_names_to_wrap = list(own)
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part."""
+        """Return whether every process saves its own part."""
         return self.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[no-any-return]
 
     @property
     def offloads(self) -> bool:
-        """Tell whether shards live on the host."""
+        """Return whether shards are kept on the host."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return isinstance(self.cpu_offload, CPUOffloadPolicy)
 
     @classmethod
     def from_variables(cls, words: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
-        """Make one from the environment's words. What only FSDP1 knew has defaults there, so it says nothing new."""
+        """Build a plugin from environment variables. FSDP1's fields always have a value there, so most are ignored."""
         values: dict[str, Any] = dict(words)
         if values.get("fsdp_version", "1").strip() == "2":
             values = {name: value for name, value in values.items() if name not in _FSDP1_ONLY}

@@ -1,4 +1,4 @@
-"""Join the runs and the page's parts to one HTML file that needs nothing else: no network, no other file."""
+"""Build one self-contained HTML file from the runs and the assets: no network, no other file."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def _fill_template(data: Mapping[str, Any]) -> str:
         "TITLE": html.escape(str(data["title"])),
         "STYLE": style,
         "SCRIPT": script,
-        # Only this very script and style may run, whatever a name in the data looks like.
+        # Content-Security-Policy: only this script and this style may run, whatever the data contains.
         "STYLE_HASH": _hash(style),
         "SCRIPT_HASH": _hash(script),
         "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)),
     }
-    # One pass, so that nothing in the data can be taken for a place of the template.
+    # One pass, so that nothing in the data is taken for a placeholder.
     page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
-    return page.encode("utf-8", "replace").decode("utf-8")  # half characters, which JSON can spell, cannot be written
+    return page.encode("utf-8", "replace").decode("utf-8")  # JSON can hold lone surrogates, which UTF-8 cannot encode
 
 
 def _asset(name: str) -> str:
@@ -97,7 +97,7 @@ def _hash(text: str) -> str:
 
 
 def _script_safe(text: str) -> str:
-    """Escape what could end a script element early."""
+    """Escape characters that could end a script element."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -122,7 +122,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
 
 
 def _ranks(run: Run) -> dict[str, Any] | None:
-    """Return milliseconds per rank and phase in the last window, and the last finding."""
+    """Return milliseconds per rank and phase in the last window, and the last straggler."""
     window, slow = newest_windows(run.file.with_name(RANKS_FILE))
     if window is None:
         return None
@@ -160,7 +160,7 @@ def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> di
         "name": chart.name,
         "group": chart.group,
         "better": chart.better,
-        "exact": chart.kind == RATE,  # a schedule has no noise to smooth away
+        "exact": chart.kind == RATE,  # a schedule is not smoothed
         "curves": [_curve(number, points, runs[number], limit, arrays) for number, points in chart.curves],
     }
 
@@ -193,14 +193,14 @@ def _finite(number: float) -> float | None:
 
 
 class _Arrays:
-    """Numbers as base64; what several curves share, such as their steps, is written once."""
+    """Arrays as base64; arrays that several curves share, such as steps, are stored once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._known: dict[str, int] = {}
 
     def add(self, points: Points, exact: bool = True) -> list[int]:
-        """Return the places of step, time and value; `exact` for steps that were logged, not computed."""
+        """Return the indices of step, time and value; `exact` for steps that were logged, not computed."""
         return [self._place(points.step, exact), self._place(points.time), self._place(points.value)]
 
     def _place(self, numbers: Floats, exact: bool = False) -> int:
@@ -212,14 +212,14 @@ class _Arrays:
 
 
 def packed(numbers: Floats, exact: bool = False) -> str:
-    """Return numbers as one letter for their width and the base64 of little-endian floats."""
+    """Return one letter for the width of the floats, and their little-endian bytes as base64."""
     small = numbers.astype("<f4") if _fits_float32(numbers, exact) else None
     chosen: npt.NDArray[Any] = numbers.astype("<f8") if small is None else small
     return ("d" if small is None else "f") + base64.b64encode(chosen.tobytes()).decode()
 
 
 def _fits_float32(numbers: Floats, exact: bool) -> bool:
-    """Return whether the short form loses nothing that a chart could show."""
+    """Return whether float32 loses nothing that a chart could show."""
     finite = numbers[np.isfinite(numbers)]
     if not len(finite):
         return True
@@ -227,6 +227,6 @@ def _fits_float32(numbers: Floats, exact: bool) -> bool:
         error = np.abs(finite.astype(np.float32).astype(np.float64) - finite)
     if exact:
         return not error.any() and bool(np.abs(finite).max() < _EXACT_IN_FLOAT32)
-    fine = (error <= 1e-6 * np.abs(finite)).all()  # nothing vanished or became infinite
+    fine = (error <= 1e-6 * np.abs(finite)).all()  # no underflow and no overflow
     spread = finite.max() - finite.min()
     return bool(fine and (spread == 0 or error.max() <= spread / 5000))

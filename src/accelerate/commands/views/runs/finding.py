@@ -1,4 +1,4 @@
-"""Find runs: every `metrics.jsonl` in or below some places, each with a short name."""
+"""Find runs: every `metrics.jsonl` in or below some folders, each with a short name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Runs:
-    """All runs in some places. Runs that appear later are found by a later `update`."""
+    """All runs in some folders. `update` finds runs that appear later."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = places
@@ -28,7 +28,7 @@ class Runs:
         return len(self._by_file)
 
     def update(self) -> bool:
-        """Look for runs, read what is new, and return whether anything was."""
+        """Find new runs, read new records, and return whether there were any."""
         began = time.monotonic()
         if began >= self._next_search:
             self._search()
@@ -53,7 +53,7 @@ def _update(run: Run) -> bool:
 
 
 def find_files(places: Iterable[Path]) -> list[Path]:
-    """Return the files of all runs in some places: files themselves, or folders at any height above."""
+    """Return the files of all runs in some paths: the files themselves, or folders that contain them at any depth."""
     found: dict[str, Path] = {}
     for place in places:
         if place.is_file():
@@ -68,7 +68,7 @@ def find_files(places: Iterable[Path]) -> list[Path]:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return for each folder as few of its last parts as tell it from the others."""
+    """Return the shortest unique suffix of each folder's path."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for mine in parts:
@@ -80,7 +80,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_runs(places: Sequence[Path]) -> Runs:
-    """Read all runs in some places, or say why there is none."""
+    """Read all runs in some folders; raise ReportError if there are none."""
     for place in places:
         if not place.exists():
             raise ReportError(

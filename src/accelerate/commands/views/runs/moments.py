@@ -1,4 +1,4 @@
-"""What the watcher wrote beside a run of several processes: seconds per rank and phase."""
+"""Read the step times per rank and phase that the watcher writes next to a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAIL = 1 << 19
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The steps of one window on the ranks that were written down."""
+    """The step times of one window, for the ranks in the file."""
 
     time: float
     step: int
@@ -27,7 +27,7 @@ class StepWindow:
 
     @classmethod
     def from_line(cls, line: bytes) -> StepWindow | None:
-        """Read a line; None if a crash has torn it."""
+        """Parse a line; return None if it is incomplete."""
         try:
             record = json.loads(line)
             ranks = {int(rank): [float(us) / 1e3 for us in times] for rank, times in record["ranks"].items()}
@@ -42,7 +42,7 @@ class StepWindow:
 
     @property
     def used(self) -> list[int]:
-        """The phases that take a visible part of any rank's step."""
+        """The phases that take a visible part of a step on any rank."""
         longest = max(map(sum, self.ranks.values()))
         return [place for place in range(len(self.phases)) if self._longest(place) > 0.001 * longest]
 

@@ -1,4 +1,4 @@
-"""Read a run from its file: whole, or only what was appended since the last look."""
+"""Read a run from its file, incrementally."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 QUIET_SECONDS = 60.0
-"""For how long a run may write nothing and still be taken to be running; longer if it was quiet for longer before."""
+"""How long a running run may write nothing; longer if it has been quiet for longer before."""
 
 _SPELLED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 Floats = npt.NDArray[np.float64]
 
 
 class Points(NamedTuple):
-    """A curve: where, when and what."""
+    """A curve: steps, times and values."""
 
     step: Floats
     time: Floats
@@ -34,7 +34,7 @@ class Points(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A value that is no number."""
+    """A logged text."""
 
     step: float
     time: float
@@ -43,7 +43,7 @@ class Text(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """How far a run had come: the lengths of its series by their ids, how many texts, and its last step."""
+    """The length of a run at a checkpoint: of each series by its id, of the texts, and the last step."""
 
     lengths: dict[int, int]
     texts: int
@@ -51,7 +51,7 @@ class _Snapshot(NamedTuple):
 
 
 class Series:
-    """A curve that grows."""
+    """A growing curve."""
 
     def __init__(self) -> None:
         self._columns = (array("d"), array("d"), array("d"))
@@ -67,7 +67,7 @@ class Series:
         values.append(value)
 
     def points(self) -> Points:
-        """Return the points so far, as a copy: an array that is looked at cannot grow."""
+        """Return a copy of the points: an array with a view cannot grow."""
         return Points(*(np.array(column) for column in self._columns))
 
     def truncate(self, length: int) -> None:
@@ -75,7 +75,7 @@ class Series:
         self._columns = tuple(column[:length] for column in self._columns)  # type: ignore[assignment]
 
     def drop_superseded(self, first_step: float, before: int) -> None:
-        """Drop those of the first `before` points that do not lie before a step."""
+        """Drop those of the first `before` points whose step is not below `first_step`."""
         points = self.points()
         stays = points.step < first_step
         stays[before:] = True
@@ -84,7 +84,7 @@ class Series:
 
 
 class Run:
-    """What one file tells so far."""
+    """The records of one file so far."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -94,16 +94,16 @@ class Run:
     def _reset(self) -> None:
         self.starts: list[dict[str, Any]] = []
         self.segments: list[tuple[float, float]] = []
-        """When each start, the first or a resume, began and wrote its last record."""
+        """Time of the start and of the last record of each start, the first or a resume."""
         self.config: dict[str, Any] = {}
         self.ended: float | None = None
         self.scalars: dict[str, Series] = {}
         self.system: dict[str, Series] = {}
         self.progress = Series()
-        """Step and time of every record that moved on; the value is the segment."""
+        """Step and time of every record that advanced the step; the value is the segment."""
         self.texts: list[Text] = []
         self.skipped = 0
-        """Lines that are no JSON object: a crash may tear one."""
+        """Number of lines that are no JSON object: a crash may truncate one."""
         self.torn = False
         """Whether the file ends within a line."""
         self.last_step: float | None = None
@@ -149,7 +149,7 @@ class Run:
             self.torn = False
             for line in lines:
                 if not line.endswith(b"\n"):
-                    self.torn = True  # perhaps it is still being written: it is read again when it is whole
+                    self.torn = True  # perhaps still being written: read again when complete
                     break
                 self._offset += len(line)
                 if not line.isspace():
@@ -161,7 +161,7 @@ class Run:
             record = json.loads(str(line, "utf-8"))
         except (ValueError, RecursionError):
             self.skipped += 1
-            resumed = line.find(b'{"start"', 1)  # written right behind a torn line: the resume must not be lost with it
+            resumed = line.find(b'{"start"', 1)  # a resume appended to a truncated line must not be lost
             if resumed > 0:
                 self.skipped -= 1
                 self._read(line[:resumed])
@@ -198,7 +198,7 @@ class Run:
         self._before_resume = None
         if str(start.get("resumed")) in self._checkpoints:
             self._rewind(str(start["resumed"]))
-        elif self.starts:  # which steps it does again shows the first that it logs
+        elif self.starts:  # its first logged step shows which steps are repeated
             self._before_resume = (self._snapshot().lengths, len(self.texts))
         self.starts.append(start)
         self._lost.append({})
@@ -229,7 +229,7 @@ class Run:
         return _Snapshot(lengths, len(self.texts), self.last_step)
 
     def _rewind(self, checkpoint: str) -> None:
-        """Forget what the run did after a checkpoint, because it does that again."""
+        """Drop the records after a checkpoint: the resumed run repeats these steps."""
         snapshot = self._checkpoints[checkpoint]
         for series in self._all_series():
             series.truncate(snapshot.lengths.get(id(series), 0))
@@ -240,7 +240,7 @@ class Run:
             del self._checkpoints[later]
 
     def _supersede(self, first_step: float) -> None:
-        """Forget what the run did after the checkpoint from which it was resumed."""
+        """Drop the records from the first step that the resumed run repeats."""
         assert self._before_resume is not None
         lengths, texts = self._before_resume
         for series in self._all_series():
@@ -274,12 +274,12 @@ class Run:
 
 
 def describe_lost(run: Run) -> list[str]:
-    """Say which trackers did not store everything, a few words for each."""
+    """Return a short message for each tracker that has lost records."""
     return [f"{name} lost {count:,} record{'s' * (count != 1)}" for name, count in run.lost.items()]
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number that can stand on an axis."""
+    """Return a finite number, or None."""
     number = _number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -296,5 +296,5 @@ def _number(value: Any) -> float | None:
 
 
 def clean(text: str) -> str:
-    """Return a name without what would steer the terminal."""
+    """Return a text without terminal control characters."""
     return "".join(character if character.isprintable() else "·" for character in text)

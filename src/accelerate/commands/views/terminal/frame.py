@@ -29,11 +29,11 @@ from .text import (
 
 _MAX_RUNS = 8
 _CHART_WIDTH = 52
-"""Columns below which a chart is not squeezed while there is a choice."""
+"""The minimum width of a chart, unless the terminal is narrower."""
 _CHART_HEIGHT = 10
 _LABEL = 9
 _RECENT = 50
-"""Records over which the present speed is measured."""
+"""Number of records over which the speed is measured."""
 _TOTAL_STEPS = ("max_steps", "max_train_steps", "total_steps", "num_steps", "num_training_steps", "steps")
 
 
@@ -132,7 +132,7 @@ class Frame:
         steps = np.concatenate([points.step for _, points in chart.curves])
         left, right = float(steps.min()), float(steps.max())
         curves = chart.curves
-        if len(curves) > 1:  # bands of noise would cover each other
+        if len(curves) > 1:  # noisy curves would cover each other
             curves = [(number, column_means(points, wide, left, right)) for number, points in curves]
         values = np.concatenate([points.value for _, points in curves])
         values = values[np.isfinite(values)]
@@ -163,6 +163,6 @@ def recent_speed(run: Run) -> float | None:
 
 
 def total_steps(run: Run) -> float | None:
-    """Return where the run is to end, if its configuration tells in one of the usual words."""
+    """Return the total number of steps, if the run's configuration has it under a usual name."""
     values = {key.rpartition(".")[2]: value for key, value in flat(run.config)}
     return next((float(values[word]) for word in _TOTAL_STEPS if values.get(word, "").isdigit()), None)

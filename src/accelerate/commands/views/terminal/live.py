@@ -1,4 +1,4 @@
-"""Show runs in the terminal while they run: one frame, drawn again and again from what was appended."""
+"""Show runs in the terminal while they run: one frame, redrawn with every update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .text import as_ascii
 def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] = (), waits: bool = False) -> None:
     """Show the runs until all have ended or the user leaves; without a terminal, show them once.
 
-    `waits`: the places need not exist yet.
+    With `waits`, the folders need not exist yet.
     """
     out = sys.stdout
     if not has_screen(out):
@@ -30,7 +30,7 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
         return
     runs = Runs(places)
     if not waits and not all(place.exists() for place in places):
-        read_runs(places)  # says which one is missing
+        read_runs(places)  # raises for the missing one
     was_cut_off: set[Run] | None = None
 
     def draw(width: int, height: int, page: int) -> Frame:
@@ -49,49 +49,49 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
 
 
 class View(Protocol):
-    """What can be shown, a page at a time."""
+    """A text in pages."""
 
     height: int
     pages: int
 
     def text(self, coloured: bool, final: bool = False) -> str:
-        """Return its lines."""
+        """Return the lines of the current page."""
 
 
 def has_screen(out: TextIO) -> bool:
-    """Return whether a picture can be drawn again in its place."""
+    """Return whether the output is a terminal that can be redrawn."""
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def show_once(out: TextIO, picture: View) -> None:
-    """Write a picture as plain lines."""
-    out.write(_plain(picture.text(coloured=False, final=True), out) + "\n")
+def show_once(out: TextIO, view: View) -> None:
+    """Write a view as plain lines."""
+    out.write(_plain(view.text(coloured=False, final=True), out) + "\n")
 
 
 def follow(first: View, draw: Callable[[int, int, int], View], is_over: Callable[[], bool], interval: float) -> None:
-    """Draw picture after picture, of the window's size and the page asked for, until it is over or the user leaves.
+    """Redraw a view, for the current size and page, until the run is over or the user quits.
 
-    The last one stays; `first` is that for whoever leaves at once.
+    The last view stays on the terminal; it is `first` if the user quits at once.
     """
-    page, picture = 0, first
+    page, view = 0, first
     with Screen(sys.stdout) as screen:
         try:
             while True:
-                picture = draw(*screen.size(), page)
-                screen.show(picture)
+                view = draw(*screen.size(), page)
+                screen.show(view)
                 if is_over():
                     break
                 key = screen.wait(interval)
                 if key == "q":
                     break
-                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % picture.pages
+                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % view.pages
         except KeyboardInterrupt:
             pass
-    screen.print_last(picture)
+    screen.print_last(view)
 
 
 class Screen:
-    """The terminal while it is ours: a screen beside the user's own, without a cursor, keys as they are pressed."""
+    """The terminal's alternate screen, without a cursor and with unbuffered keys."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -103,13 +103,13 @@ class Screen:
         def leave(number: int, frame: FrameType | None) -> None:
             raise SystemExit(128 + number)
 
-        before = signal.signal(signal.SIGTERM, leave)  # else the terminal would stay as it is now
+        before = signal.signal(signal.SIGTERM, leave)  # else the terminal would not be restored
         self._restore.append(lambda: signal.signal(signal.SIGTERM, before))
         if sys.stdin.isatty():
             try:
                 import termios
                 import tty
-            except ImportError:  # no keys on this system; Ctrl-C leaves
+            except ImportError:  # no keys on this system; Ctrl-C quits
                 pass
             else:
                 modes = termios.tcgetattr(sys.stdin)
@@ -126,7 +126,7 @@ class Screen:
             undo()
 
     def size(self) -> tuple[int, int]:
-        """Return columns and lines, as they are now."""
+        """Return the current columns and lines."""
         try:
             size = os.get_terminal_size(self._out.fileno())  # not $COLUMNS, which does not follow the window
         except OSError:
@@ -134,13 +134,13 @@ class Screen:
         return size.columns, size.lines
 
     def show(self, frame: View) -> None:
-        """Draw over the last frame: clearing first would flicker."""
+        """Draw over the last frame, without flicker."""
         lines = _plain(frame.text(self._coloured), self._out).split("\n")
         self._out.write("\x1b[H" + "\x1b[K\n".join(lines[: frame.height]) + "\x1b[K\x1b[J")
         self._out.flush()
 
     def print_last(self, frame: View) -> None:
-        """Print the last frame where the user's own lines are."""
+        """Print the last frame to the normal screen."""
         self._out.write(_plain(frame.text(self._coloured, final=True), self._out) + "\n")
         self._out.flush()
 

@@ -20,7 +20,7 @@ _MIN_BAR_WIDTH = 24
 _COLUMN = 10
 _MAX_FINDING_LINES = 2
 _LETTERS = {"data": "d", "forward": "f", "backward": "b", "step": "s", "saving": "v", "waiting": "w", "other": "o"}
-"""For bars without colours."""
+"""Letters of the phases, for bars without colours."""
 
 
 class Ranks:
@@ -121,7 +121,7 @@ def _letter(phase: str) -> str:
 
 
 def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, coloured: bool) -> list[Span]:
-    """Return a stacked bar; its parts end where their sums do, so that roundings do not add up."""
+    """Return a stacked bar; its parts end where their sums do, so that rounding errors do not add up."""
     spans, total, drawn = [], 0.0, 0
     for place, milliseconds in enumerate(times):
         total += milliseconds
@@ -132,10 +132,10 @@ def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, c
 
 
 def watched_run(places: Sequence[Path]) -> Run:
-    """Return the run whose ranks were written down last, or say why there is none."""
+    """Return the run with the newest file of ranks; raise ReportError if there is none."""
     files = [file for file in find_files(places) if file.with_name(FILE_NAME).exists()]
     if not files:
-        read_runs(places)  # says what is missing if there is no run at all
+        read_runs(places)  # raises if there is no run at all
         raise ReportError(
             f"no {FILE_NAME} in {', '.join(map(str, places))} or below. It is written beside metrics.jsonl once a run "
             'with log_with="jsonl" has made about 20 steps on at least 2 processes, unless ACCELERATE_HANG_SECONDS=0.'

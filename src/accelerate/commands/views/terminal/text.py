@@ -73,7 +73,7 @@ def render(line: Line, width: int, coloured: bool, pad: bool = False) -> str:
 
 
 def as_ascii(text: str) -> str:
-    """Return a frame for a terminal that knows no Unicode."""
+    """Return a frame for a terminal without Unicode."""
     return "".join("*" if 0 < ord(character) - _BRAILLE < 256 else character for character in text.translate(_ASCII))
 
 
