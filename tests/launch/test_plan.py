@@ -1,4 +1,4 @@
-"""Settings and what is found here become numbers of processes, addresses and variables."""
+"""The plan of a launch: numbers of processes, addresses and variables."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def _rendezvous_address(
         address = address or "(found by srun)"
     if address is None:
         raise ValueError(
-            f"This launch spans {machines} machines, but nothing says where they meet: give --main_process_ip, the "
+            f"This launch spans {machines} machines, but has no rendezvous address: give --main_process_ip, the "
             "address of machine 0 as the others see it."
         )
     if port is None:

@@ -1,4 +1,4 @@
-"""What a launcher learns from the variables of Slurm and the MPIs. The real ones are in tests/clusters."""
+"""What a launcher reads from the variables of Slurm and the MPIs. The real ones are in tests/clusters."""
 
 from __future__ import annotations
 

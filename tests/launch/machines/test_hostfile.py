@@ -1,4 +1,4 @@
-"""A hostfile of DeepSpeed says which machines a launch has; each of them finds its own place."""
+"""A hostfile of DeepSpeed: the machines of a launch, and the rank of each."""
 
 from __future__ import annotations
 

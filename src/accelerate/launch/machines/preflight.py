@@ -97,7 +97,7 @@ class _Coordinator:
             while self._missing():
                 seconds = time.monotonic() - started
                 if seconds > SECONDS_TO_WAIT:
-                    self._abort(f"The machines did not meet: {self._missing_text(seconds)}")
+                    self._abort(f"The rendezvous failed: {self._missing_text(seconds)}")
                 if started + seconds > next_notice:
                     next_notice += SECONDS_BETWEEN_NOTICES
                     notify(self._missing_text(seconds))
@@ -160,7 +160,7 @@ class _Coordinator:
         present = [str(self._own), *(str(report) for _, (_, report) in sorted(self._connected.items()))]
         wrong = "" if self._is_local else f" Note that {self._endpoint} is not an address of this machine."
         return (
-            f"after {seconds:.0f} s nothing was heard from machine {', '.join(missing)}; present: "
+            f"after {seconds:.0f} s no connection from machine {', '.join(missing)}; present: "
             f"{', '.join(present)}. It must reach {self._endpoint}, and run the same launch with its own "
             f"--machine_rank.{wrong}"
         )
@@ -208,8 +208,8 @@ def _connect(address: str, port: int, started: float) -> socket.socket:
             silent_since = None if refused else (silent_since or before)
             if silent_since is not None and now - silent_since > SECONDS_UNTIL_UNREACHABLE:
                 raise LaunchError(
-                    f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, where machine 0 is to be "
-                    f"met: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
+                    f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, the address of machine "
+                    f"0: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
                 ) from error
             if now - started > SECONDS_TO_WAIT:
                 raise LaunchError(f"Nobody listened on {address}:{port} for {SECONDS_TO_WAIT:.0f} s.") from error

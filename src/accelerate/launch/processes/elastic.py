@@ -120,8 +120,8 @@ def run(job: Job, guard: Guard) -> Outcome:
             raise PortInUse from error
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
-            f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
-            "that machine still running? The run cannot continue without it."
+            f"The rendezvous of the machines failed, or a machine was lost, at {job.address}:{job.port}: {reason} Is "
+            "the launch on that machine still running? The run cannot continue without it."
         ) from error
     finally:
         if agent.exchange is not None:

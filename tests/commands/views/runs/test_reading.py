@@ -1,4 +1,4 @@
-"""A run's file, as it was written, resumed, torn or while it grows."""
+"""Reading the file of a run: complete, resumed, truncated or growing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thinning out hides nothing that matters."""
+"""Downsampling keeps the extremes."""
 
 from __future__ import annotations
 
