@@ -29,13 +29,13 @@ def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, rem
         _table("plan", _plan_rows(settings, plan, config)),
         _table("handed to every process", _variables(plan)),
     ]
-    said = [f"  - {remark}" for remark in remarks]
+    lines = [f"  - {remark}" for remark in remarks]
     try:
         settings.refuse_missing_engines(config)
     except UnsupportedSettingError as refusal:
-        said.append(f"  - this launch would be refused: {refusal}")
-    if said:
-        sections.append("\n".join(["remarks", *said]))
+        lines.append(f"  - this launch would be refused: {refusal}")
+    if lines:
+        sections.append("\n".join(["remarks", *lines]))
     return "\n\n".join(sections)
 
 

@@ -118,12 +118,12 @@ def launch_by_flags(file: ConfigFile) -> str:
     defaults = {**vars(ClusterConfig("LOCAL_MACHINE", "NO", "no", False, False)), "gpu_ids": "all"}
     if "main_process_ip" in file.values:  # launched by hand on each machine, with its own rank
         del defaults["machine_rank"]
-    said = {}
+    given = {}
     for option in OPTIONS:
         value = file.values.get(option.name)
         if value is not None and value is not False and value not in (option.default, defaults.get(option.yaml or "")):
-            said[option.name] = value
-    return _command(as_flags(said))
+            given[option.name] = value
+    return _command(as_flags(given))
 
 
 def _command(flags: list[str]) -> str:

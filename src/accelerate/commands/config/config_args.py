@@ -182,9 +182,9 @@ def keys_of(config_class: type[BaseConfig]) -> frozenset[str]:
 def config_of(file: ConfigFile, config_class: type[Config]) -> Config:
     """Return the config of a file, with defaults for missing keys."""
     own = keys_of(config_class)
-    said = {key: value for key, value in file.contents.items() if key in own and value is not None}
+    given = {key: value for key, value in file.contents.items() if key in own and value is not None}
     kind = distributed_kind(file.contents)
-    values = {**_DEFAULTS, **({"num_processes": 1} if kind == "NO" and "num_processes" in own else {}), **said}
+    values = {**_DEFAULTS, **({"num_processes": 1} if kind == "NO" and "num_processes" in own else {}), **given}
     values["distributed_type"] = kind
     if values["mixed_precision"] is False:  # YAML reads an unquoted `no` as False
         values["mixed_precision"] = "no"

@@ -86,10 +86,10 @@ def matches(name: str, wanted: Iterable[str]) -> bool:
 def _in_order(charts: Iterable[Chart]) -> list[Chart]:
     """Sort by kind, but keep a group together, at the position of its first chart."""
     ordered = sorted(charts, key=lambda chart: chart.kind)
-    places: dict[str, int] = {}
-    for place, chart in enumerate(ordered):
-        places.setdefault(chart.group, place)
-    return sorted(ordered, key=lambda chart: places[chart.group])
+    positions: dict[str, int] = {}
+    for position, chart in enumerate(ordered):
+        positions.setdefault(chart.group, position)
+    return sorted(ordered, key=lambda chart: positions[chart.group])
 
 
 def throughput(progress: Points) -> Points:

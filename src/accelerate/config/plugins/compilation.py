@@ -49,8 +49,8 @@ class TorchDynamoPlugin(KwargsHandler):
         self.in_code = frozenset(field for field in SETTING_OF_FIELD if getattr(self, field) is not None)
         for field, setting in SETTING_OF_FIELD.items():
             if field not in self.in_code:
-                said = read_setting(setting)
-                setattr(self, field, DEFAULTS.get(field) if said is None else said)
+                value = read_setting(setting)
+                setattr(self, field, DEFAULTS.get(field) if value is None else value)
         try:
             self.backend = backend_named(self.backend)
         except ValueError as error:

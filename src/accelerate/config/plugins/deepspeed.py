@@ -292,8 +292,8 @@ class DeepSpeedPlugin:
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is True:
                 return name
-        said = [self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")]
-        return "no" if all(value is False for value in said) else None
+        flags = [self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")]
+        return "no" if all(value is False for value in flags) else None
 
     def set_mixed_precision(self, mixed_precision: str, origin: str = "mixed_precision") -> None:
         """Set the precision; raise if the config has another one."""

@@ -88,4 +88,4 @@ def _filtered(machines: dict[str, int], chosen: str | None, left_out: str | None
 
 def _own_rank(hosts: list[str]) -> int | None:
     own = {socket.gethostname(), socket.getfqdn(), socket.gethostname().partition(".")[0]}
-    return next((place for place, host in enumerate(hosts) if host in own), None)
+    return next((rank for rank, host in enumerate(hosts) if host in own), None)

@@ -312,11 +312,11 @@ class Agent(LocalElasticAgent):
 
     def _terminate_running(self) -> set[int]:
         """Terminate the ranks that still run, and return them."""
-        living = set(self._running())
-        if living:
+        running = set(self._running())
+        if running:
             assert self._pcontext is not None
             self._pcontext.close(signal.SIGTERM, SECONDS_FOR_COLLATERAL_TO_END)
-        return living
+        return running
 
     def _record_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
         assert self._pcontext is not None

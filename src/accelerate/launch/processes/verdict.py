@@ -126,7 +126,7 @@ class Verdict:
     def headline(self) -> str:
         """The failure in one line."""
         if self.shapes:
-            place = next(iter(_crash_places(self.culprit.crash)), None)
+            place = next(iter(_crash_lines(self.culprit.crash)), None)
             call = next(iter(self.shapes.values())).partition("(")[0]
             return f"the ranks brought different shapes to {call}()" + (f" ({place[0]})" if place else "")
         if self.culprit.diagnosis is not None:
@@ -254,7 +254,7 @@ def _evidence(ending: Ending, width: int) -> list[str]:
     if ending.diagnosis is not None:
         return _diagnosis_lines(ending.diagnosis, width)
     if ending.record is None:
-        return [f"   {place}  in {function}" for place, function in reversed(_crash_places(ending.crash))]
+        return [f"   {place}  in {function}" for place, function in reversed(_crash_lines(ending.crash))]
     shown = []
     if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
         text = ending.record["text"]
@@ -302,7 +302,7 @@ def _shapes_by_rank(shapes: Mapping[int, str]) -> list[str]:
     return [f"   {_ranks(there)}: {call}" for call, there in ranks.items()]
 
 
-def _crash_places(crash: str) -> list[tuple[str, str]]:
+def _crash_lines(crash: str) -> list[tuple[str, str]]:
     """Return (line, function) of the thread that crashed, the innermost first: the user's own frames, else the last.
 
     If a native thread crashed, the frames of the Python threads are searched instead.

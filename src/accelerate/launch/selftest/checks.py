@@ -44,8 +44,8 @@ def identity(bench: Bench) -> str:
     here = bench.accelerator
     everyone = gather_object([(here.process_index, socket.gethostname(), here.local_process_index, str(here.device))])
     expect("ranks", [rank for rank, *_ in everyone], list(range(bench.world_size)))
-    places = {(host, local_rank) for _, host, local_rank, _ in everyone}
-    expect("different (host, local rank)", len(places), bench.world_size)
+    local_ranks = {(host, local_rank) for _, host, local_rank, _ in everyone}
+    expect("different (host, local rank)", len(local_ranks), bench.world_size)
     if not is_cpu(here.device):
         devices = {(host, device) for _, host, _, device in everyone}
         expect("different (host, device)", len(devices), bench.world_size)

@@ -74,8 +74,8 @@ class Bench:
 
         from ...runtime.collectives.operations import broadcast_object_list
 
-        place = self.accelerator.state._runtime.process.meeting_place()
-        host = (urlsplit(place).hostname if place is not None else read("MASTER_ADDR")) or "127.0.0.1"
+        address = self.accelerator.state._runtime.process.meeting_place()
+        host = (urlsplit(address).hostname if address is not None else read("MASTER_ADDR")) or "127.0.0.1"
         options: dict[str, Any] = {"timeout": _STORE_TIMEOUT, "wait_for_workers": False}
         server = TCPStore(host, 0, is_master=True, **options) if self.rank == 0 else None
         (port,) = broadcast_object_list([server.port if server is not None else None])

@@ -52,7 +52,7 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
         "limit": limit,
         "runs": [_run(run, now) for run in runs],
         "charts": [_chart(chart, runs, limit, arrays) for chart in charts],
-        "main": [place for place, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
+        "main": [index for index, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
         "texts": list(_texts(runs)),
         "textsLeftOut": sum(max(0, len(run.texts) - _TEXTS_PER_RUN) for run in runs),
         "arrays": arrays.texts,
@@ -84,7 +84,7 @@ def _fill_template(data: Mapping[str, Any]) -> str:
         "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)),
     }
     # One pass, so that nothing in the data is taken for a placeholder.
-    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
+    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
     return page.encode("utf-8", "replace").decode("utf-8")  # JSON can hold lone surrogates, which UTF-8 cannot encode
 
 
@@ -129,8 +129,8 @@ def _ranks(run: Run) -> dict[str, Any] | None:
     return {
         "step": window.step,
         "of": window.num_ranks,
-        "phases": [[window.phases[place], place] for place in window.used],
-        "rows": [[rank, *(window.ranks[rank][place] for place in window.used)] for rank in sorted(window.ranks)],
+        "phases": [[window.phases[index], index] for index in window.used],
+        "rows": [[rank, *(window.ranks[rank][index] for index in window.used)] for rank in sorted(window.ranks)],
         "slow": [window.straggler.get("rank"), window.straggler.get("phase")] if window.straggler else None,
         "told": None if slow is None or slow.straggler is None else [slow.step, str(slow.straggler.get("text", ""))],
     }
@@ -201,9 +201,9 @@ class _Arrays:
 
     def add(self, points: Points, exact: bool = True) -> list[int]:
         """Return the indices of step, time and value; `exact` for steps that were logged, not computed."""
-        return [self._place(points.step, exact), self._place(points.time), self._place(points.value)]
+        return [self._index(points.step, exact), self._index(points.time), self._index(points.value)]
 
-    def _place(self, numbers: Floats, exact: bool = False) -> int:
+    def _index(self, numbers: Floats, exact: bool = False) -> int:
         text = packed(numbers, exact)
         if text not in self._known:
             self._known[text] = len(self.texts)

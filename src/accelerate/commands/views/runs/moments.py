@@ -44,10 +44,10 @@ class StepWindow:
     def used(self) -> list[int]:
         """The phases that take a visible part of a step on any rank."""
         longest = max(map(sum, self.ranks.values()))
-        return [place for place in range(len(self.phases)) if self._longest(place) > 0.001 * longest]
+        return [index for index in range(len(self.phases)) if self._longest(index) > 0.001 * longest]
 
-    def _longest(self, place: int) -> float:
-        return max(times[place] for times in self.ranks.values())
+    def _longest(self, index: int) -> float:
+        return max(times[index] for times in self.ranks.values())
 
 
 def newest_windows(file: Path) -> tuple[StepWindow | None, StepWindow | None]:

@@ -43,16 +43,16 @@ class Frame:
     def __init__(self, runs: Runs, wanted: Sequence[str], width: int, height: int, page: int = 0) -> None:
         self.width, self.height = max(width, 20), max(height, 5)
         self._now = time.time()
-        self._places = runs.places
+        self._paths = runs.paths
         recent = sorted(runs, key=lambda run: run.last_time or 0.0)[-_MAX_RUNS:]
         self._runs = [run for run in runs if run in recent]
         self._older = len(runs) - len(self._runs)
         self._charts = charts_of(self._runs, wanted)
         self._wanted = wanted
         across = max(1, min(self.width // _CHART_WIDTH, len(self._charts)))
-        room = self.height - len(self._head()) - 1
-        down = max(1, min(room // _CHART_HEIGHT, -(-len(self._charts) // across)))
-        self._grid = (across, down, room // down)
+        free_lines = self.height - len(self._head()) - 1
+        down = max(1, min(free_lines // _CHART_HEIGHT, -(-len(self._charts) // across)))
+        self._grid = (across, down, free_lines // down)
         self.pages = max(1, -(-len(self._charts) // (across * down)))
         self._page = min(page, self.pages - 1)
 
@@ -76,7 +76,7 @@ class Frame:
 
     def _nothing(self) -> str:
         if not self._runs:
-            return f"waiting for a {FILE_NAME} in {clean(', '.join(map(str, self._places)))} or below …"
+            return f"waiting for a {FILE_NAME} in {clean(', '.join(map(str, self._paths)))} or below …"
         if self._wanted:
             return f"no metric matches {clean(', '.join(self._wanted))} yet …"
         return "no numbers were logged yet …"

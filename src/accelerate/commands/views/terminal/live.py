@@ -19,18 +19,18 @@ from .frame import Frame
 from .text import as_ascii
 
 
-def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] = (), waits: bool = False) -> None:
+def show_live(paths: Sequence[Path], *, interval: float, wanted: Sequence[str] = (), waits: bool = False) -> None:
     """Show the runs until all have ended or the user leaves; without a terminal, show them once.
 
     With `waits`, the folders need not exist yet.
     """
     out = sys.stdout
     if not has_screen(out):
-        show_once(out, Frame(read_runs(places), wanted, *shutil.get_terminal_size((100, 40))))
+        show_once(out, Frame(read_runs(paths), wanted, *shutil.get_terminal_size((100, 40))))
         return
-    runs = Runs(places)
-    if not waits and not all(place.exists() for place in places):
-        read_runs(places)  # raises for the missing one
+    runs = Runs(paths)
+    if not waits and not all(path.exists() for path in paths):
+        read_runs(paths)  # raises for the missing one
     was_cut_off: set[Run] | None = None
 
     def draw(width: int, height: int, page: int) -> Frame:

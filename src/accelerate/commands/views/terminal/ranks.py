@@ -31,10 +31,10 @@ class Ranks:
         self._run = run
         self._window, self._slow_window = newest_windows(run.file.with_name(FILE_NAME))
         ranks = sorted(self._window.ranks) if self._window is not None else []
-        room = self.height - 6 - _MAX_FINDING_LINES
-        self.pages = max(1, -(-len(ranks) // room))
+        free_lines = self.height - 6 - _MAX_FINDING_LINES
+        self.pages = max(1, -(-len(ranks) // free_lines))
         self._page = min(page, self.pages - 1)
-        self._shown = ranks[self._page * room : (self._page + 1) * room]
+        self._shown = ranks[self._page * free_lines : (self._page + 1) * free_lines]
 
     def text(self, coloured: bool, final: bool = False) -> str:
         """Return the picture's lines."""
@@ -73,7 +73,7 @@ class Ranks:
             head += _legend(window, used, wide, coloured)
         if columns:
             head.append(Span("step ms".rjust(_COLUMN), DIM))
-        head += [Span(window.phases[place].rjust(_COLUMN), run_colour(place)) for place in columns]
+        head += [Span(window.phases[phase].rjust(_COLUMN), run_colour(phase)) for phase in columns]
         rows: list[Line] = [head]
         longest = max(map(sum, window.ranks.values())) or 1.0
         for rank in self._shown:
@@ -82,9 +82,9 @@ class Ranks:
             row += _bar(window, times, wide / longest, wide, coloured)
             if columns:
                 row.append(Span(f"{sum(times):.1f}".rjust(_COLUMN)))
-            for place in columns:
-                marked = slow and window.phases[place] == slowest.get("phase")
-                row.append(Span(f"{times[place]:.1f}".rjust(_COLUMN), f"{BOLD};{RED}" if marked else ""))
+            for phase in columns:
+                marked = slow and window.phases[phase] == slowest.get("phase")
+                row.append(Span(f"{times[phase]:.1f}".rjust(_COLUMN), f"{BOLD};{RED}" if marked else ""))
             rows.append(row)
         return rows
 
@@ -108,11 +108,11 @@ class Ranks:
 
 def _legend(window: StepWindow, used: Sequence[int], width: int, coloured: bool) -> list[Span]:
     spans, left = [], width
-    for place in used:
-        name = window.phases[place]
+    for phase in used:
+        name = window.phases[phase]
         word = cut(f"{'█' if coloured else _letter(name)} {name}  ", left)
         left -= len(word)
-        spans.append(Span(word, run_colour(place)))
+        spans.append(Span(word, run_colour(phase)))
     return [*spans, Span(" " * left)]
 
 
@@ -123,29 +123,29 @@ def _letter(phase: str) -> str:
 def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, coloured: bool) -> list[Span]:
     """Return a stacked bar; its parts end where their sums do, so that rounding errors do not add up."""
     spans, total, drawn = [], 0.0, 0
-    for place, milliseconds in enumerate(times):
+    for phase, milliseconds in enumerate(times):
         total += milliseconds
         length = round(total * scale) - drawn
         drawn += length
-        spans.append(Span(("█" if coloured else _letter(window.phases[place])) * length, run_colour(place)))
+        spans.append(Span(("█" if coloured else _letter(window.phases[phase])) * length, run_colour(phase)))
     return [*spans, Span(" " * (width - drawn))]
 
 
-def watched_run(places: Sequence[Path]) -> Run:
+def watched_run(paths: Sequence[Path]) -> Run:
     """Return the run with the newest file of ranks; raise ReportError if there is none."""
-    files = [file for file in find_files(places) if file.with_name(FILE_NAME).exists()]
+    files = [file for file in find_files(paths) if file.with_name(FILE_NAME).exists()]
     if not files:
-        read_runs(places)  # raises if there is no run at all
+        read_runs(paths)  # raises if there is no run at all
         raise ReportError(
-            f"no {FILE_NAME} in {', '.join(map(str, places))} or below. It is written beside metrics.jsonl once a run "
+            f"no {FILE_NAME} in {', '.join(map(str, paths))} or below. It is written beside metrics.jsonl once a run "
             'with log_with="jsonl" has made about 20 steps on at least 2 processes, unless ACCELERATE_HANG_SECONDS=0.'
         )
     return Run(max(files, key=lambda file: file.with_name(FILE_NAME).stat().st_mtime))
 
 
-def show_ranks(places: Sequence[Path], *, interval: float) -> None:
+def show_ranks(paths: Sequence[Path], *, interval: float) -> None:
     """Show the ranks of the newest run until it has ended or the user leaves; without a terminal, show them once."""
-    run = watched_run(places)
+    run = watched_run(paths)
     run.update()
     if not has_screen(sys.stdout):
         show_once(sys.stdout, Ranks(run, *shutil.get_terminal_size((100, 40))))
