@@ -90,17 +90,17 @@ def _compare(whole: Path, resumed: Path, steps: int, kill_at: int) -> int:
     marks = [resumed / f"rank_{rank}.resumed" for rank in ranks]
     if not all(mark.is_file() for mark in marks):
         _print(f"the second start did not load a checkpoint. Was one saved before step {kill_at}, and does the script "
-             "call accelerator.resume() or load_state?")  # fmt: skip
+               "call accelerator.resume() or load_state?")  # fmt: skip
         return 2
     after = min(int(mark.read_text(encoding="utf-8")) for mark in marks)
     differences = [found for rank in ranks if (found := first_difference(whole, resumed, rank, after)) is not None]
     if not differences:
         _print(f"exact: steps {after + 1} to {steps} after the resume are bit for bit those of the uninterrupted run, "
-             f"on {len(ranks)} process(es).")  # fmt: skip
+               f"on {len(ranks)} process(es).")  # fmt: skip
         return 0
     first = min(differences, key=lambda difference: difference.step)
     _print(f"NOT the same: killed after step {kill_at}, resumed from step {after}; at step {first.step} on rank "
-         f"{first.rank} these differ: {', '.join(first.fields)}.")  # fmt: skip
+           f"{first.rank} these differ: {', '.join(first.fields)}.")  # fmt: skip
     return 1
 
 

@@ -58,8 +58,7 @@ def _job_allocation() -> Cluster:
     tasks = environment.read("SLURM_TASKS_PER_NODE") if environment.read("SLURM_NTASKS") else None
     return Cluster(
         name="Slurm",
-        is_head=machines > 1
-        or environment.read("SLURMD_NODENAME") is None,  # salloc: the shell is not on a machine of the job
+        is_head=machines > 1 or environment.read("SLURMD_NODENAME") is None,  # salloc: not on the job's machine
         num_machines=machines,
         tasks_per_machine=int(re.split(r"\D", tasks)[0]) if tasks else None,
         hosts=environment.read("SLURM_JOB_NODELIST"),
