@@ -1,4 +1,4 @@
-// Numbers: unpacking, ticks, words for them, and smoothing. Nothing here knows of the page.
+// Numbers: unpacking, ticks, formatting and smoothing. Independent of the page.
 
 function unpack(text) {
   const binary = atob(text.slice(1));
@@ -126,7 +126,7 @@ function smoothed(x, y, memory) {
   return out;
 }
 
-// The place of the first x that is not below a limit.
+// The index of the first x that is not below a limit.
 function firstFrom(x, limit) {
   let low = 0, high = x.length;
   while (low < high) {

@@ -1,4 +1,4 @@
-// The page: what is chosen, what is pointed at, and who has to draw again.
+// The page: its state (selection, pointer, zoom) and the scheduling of redraws.
 
 const root = document.documentElement;
 const byId = (id) => document.getElementById(id);
@@ -238,7 +238,7 @@ function listen() {
   byId("reset").addEventListener("click", () => { for (const chart of view.charts) chart.zoom = null; view.setZoom(null); });
   byId("theme").addEventListener("click", () => {
     root.dataset.theme = view.dark ? "light" : "dark";
-    try { localStorage.setItem("accelerate-report-theme", root.dataset.theme); } catch { /* a file may not be allowed to keep anything */ }
+    try { localStorage.setItem("accelerate-report-theme", root.dataset.theme); } catch { /* storage may be disabled for files */ }
     recolour();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
