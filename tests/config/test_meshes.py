@@ -1,4 +1,4 @@
-"""The groups of a mesh are like the group of all processes."""
+"""The groups of a mesh have the options of the world group."""
 
 from __future__ import annotations
 

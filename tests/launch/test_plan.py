@@ -1,4 +1,4 @@
-"""Settings and what is found here become numbers of processes, addresses and variables."""
+"""The plan of a launch: numbers of processes, addresses and variables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def plan(cluster: Cluster | None = None, **flags: Any) -> Plan:
 
 def test_one_process_takes_the_place_of_the_launcher_and_keeps_torchs_threads() -> None:
     made = plan()
-    assert (made.way, made.num_processes, made.threads) == ("exec", 1, None)
+    assert (made.method, made.num_processes, made.threads) == ("exec", 1, None)
     assert "OMP_NUM_THREADS" not in made.variables
 
 
 def test_cpu_and_a_number_mean_that_number_of_processes() -> None:
     made = plan(cpu=True, num_processes=4)
-    assert (made.way, made.processes_here, made.address, made.port_is_free) == ("elastic", 4, "127.0.0.1", True)
+    assert (made.method, made.processes_here, made.address, made.port_is_free) == ("elastic", 4, "127.0.0.1", True)
     assert made.variables["OMP_NUM_THREADS"] == "1"
     assert made.variables["ACCELERATE_USE_CPU"] == "True"
 
@@ -46,7 +46,7 @@ def test_cores_are_shared_out_unless_somebody_chose(monkeypatch: pytest.MonkeyPa
 
 
 def test_restarts_need_somebody_who_watches() -> None:
-    assert plan(max_restarts=1).way == "elastic"
+    assert plan(max_restarts=1).method == "elastic"
 
 
 def test_multi_gpu_without_a_gpu_says_so_and_runs() -> None:
@@ -59,7 +59,7 @@ def test_multi_gpu_without_a_gpu_says_so_and_runs() -> None:
 
 def test_accelerators_decide_the_number_and_limit_it_pretended_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "count_accelerators", lambda: 2)
-    monkeypatch.setattr(planning, "_visible", lambda: ("CUDA_VISIBLE_DEVICES",))
+    monkeypatch.setattr(planning, "_visible_devices_variable", lambda: ("CUDA_VISIBLE_DEVICES",))
     assert plan().num_processes == 2
     assert plan(gpu_ids="1").variables["CUDA_VISIBLE_DEVICES"] == "1"
     with pytest.raises(ValueError, match="there are 2"):
@@ -105,17 +105,17 @@ def test_slurm_says_which_machine_this_is() -> None:
 
 
 def test_a_rank_of_an_mpi_runs_the_script_itself() -> None:
-    assert plan(Cluster(name="OpenMPI", is_rank=True)).way == "exec"
+    assert plan(Cluster(name="OpenMPI", is_rank=True)).method == "exec"
 
 
 def test_mpirun_knows_its_own_hosts() -> None:
     made = plan(mpirun_hostfile="hosts", num_machines=2, num_processes=4)
-    assert (made.way, made.num_processes) == ("mpirun", 4)
+    assert (made.method, made.num_processes) == ("mpirun", 4)
 
 
 def test_a_batch_script_on_several_machines_goes_through_srun() -> None:
     made = plan(Cluster(name="Slurm", is_head=True, num_machines=2, hosts="n[1-2]"))
-    assert (made.way, made.num_machines) == ("srun", 2)
+    assert (made.method, made.num_machines) == ("srun", 2)
 
 
 def test_the_children_are_told_where_each_setting_came_from() -> None:

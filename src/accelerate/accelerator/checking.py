@@ -25,7 +25,7 @@ from torch import Tensor, nn, no_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..config.environment import FOUND_BY_CHECK
+from ..config.environment import CHECK_FAILED_CODE
 from ..errors.callers import user_line
 from ..parallel.base import params_of
 from ..runtime.collectives.operations import mesh_of
@@ -218,7 +218,7 @@ class Check:
         found = self._collect()
         if self.runtime.is_main_process:
             self._print(found)
-        return FOUND_BY_CHECK if found else 0
+        return CHECK_FAILED_CODE if found else 0
 
     def _collect(self) -> dict[tuple[str, str], list[int]]:
         """Return the findings, and the ranks that made them; the main process waits for the others' for a while."""
@@ -265,7 +265,7 @@ class Check:
         with suppress(RuntimeError):  # the store went with a process that has left
             if self._report():
                 sys.stdout.flush()
-                os._exit(FOUND_BY_CHECK)
+                os._exit(CHECK_FAILED_CODE)
 
 
 _check: Check | None = None

@@ -1,4 +1,4 @@
-"""Entry point of the `accelerate` command. Answers before torch could be imported."""
+"""Entry point of the `accelerate` command. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", parser_class=Parser)
     typed = next((word for word in words if not word.startswith("-")), None)
     for verb, text in VERBS.items():
-        if verb == typed:  # only the verb that is typed is loaded
+        if verb == typed:  # only the module of the given verb is imported
             import_module(MODULE_OF.get(verb, f".{verb.replace('-', '_')}"), __package__).add_parser(verbs)
         else:
             verbs.add_parser(verb, help=text)

@@ -1,4 +1,4 @@
-"""`accelerate env`: what a bug report needs to know of this machine."""
+"""`accelerate env`: print the facts of this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config.launch.parser import verb_parser
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "env")
     parser.add_argument(*spellings("config_file"), help="show this file instead of the default one", metavar="FILE")
     parser.set_defaults(run=env_command)
@@ -57,5 +57,5 @@ def env_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     env_command(env_command_parser().parse_args())

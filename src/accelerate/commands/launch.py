@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.launch.files import find_config
 from ..config.launch.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
-from ..config.launch.parser import add_options, typed, verb_parser
+from ..config.launch.parser import add_options, explicit_options, verb_parser
 from ..config.launch.settings import LaunchSettings
 from ..errors import LaunchError
 
@@ -20,7 +20,7 @@ _DESCRIPTION = "Start a script on one process or many. The script's own argument
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "launch", _DESCRIPTION)
     parser.usage = "accelerate launch [options] SCRIPT [SCRIPT'S ARGUMENTS]"
     add_launch_options(parser)
@@ -30,7 +30,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything that a launch can be told, for verbs that launch."""
+    """Add all options of a launch, for verbs that launch."""
     parser.add_argument(
         *spellings("config_file"), help="read settings from this YAML file instead of the default one", metavar="FILE"
     )
@@ -38,33 +38,33 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and its arguments, which end what a verb is told."""
+    """Add the script and its arguments, which end the command line."""
     parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
-def launch_words(args: argparse.Namespace) -> list[str]:
-    """Return the words that tell a launch what another verb was told."""
+def launch_flags(args: argparse.Namespace) -> list[str]:
+    """Return the launch flags that were given to another verb."""
     file = [] if args.config_file is None else ["--config_file", args.config_file]
-    return file + as_flags(typed(args, OPTIONS))
+    return file + as_flags(explicit_options(args, OPTIONS))
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Launch what a parsed command line asks for; raise SystemExit with the culprit's code where it fails."""
+    """Launch from a parsed command line; raise SystemExit with the culprit's exit code on failure."""
     _launch(args, replace_process=False)
 
 
 def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
+    from ..launch.console import notify
     from ..launch.machines.cluster import find_cluster
-    from ..launch.machines.hostfile import cluster_of_hostfile, remarks_on_machines
+    from ..launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
     from ..launch.plan import make_plan
-    from ..launch.processes.run import carry_out
-    from ..launch.say import say
+    from ..launch.processes.run import run_plan
 
     try:
         config = find_config(getattr(args, "config_file", None))
-        settings = LaunchSettings.resolve(typed(args, OPTIONS), config)
-        cluster = find_cluster() or cluster_of_hostfile(settings)
+        settings = LaunchSettings.resolve(explicit_options(args, OPTIONS), config)
+        cluster = find_cluster() or cluster_from_hostfile(settings)
         plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
         remarks += remarks_on_machines(settings)
@@ -78,17 +78,17 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
         if config is not None and config.misspelt and not settings.lenient:
             raise ValueError(f"{' '.join(config.misspelt)} Correct the file, or pass --lenient to continue without it.")
         for remark in remarks:
-            say(remark)
-        code = carry_out(settings, plan, replace_process=replace_process)
+            notify(remark)
+        code = run_plan(settings, plan, replace_process=replace_process)
     except (ValueError, OSError, LaunchError) as error:
-        say(str(error))
+        notify(str(error))
         raise SystemExit(2) from error
     if code != 0:
         raise SystemExit(code)
 
 
 def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
-    """Return a sentence for every option of a launch that the script gets, and does not seem to know."""
+    """Return a message for every launch option after the script that the script does not seem to read."""
     flags = {flag: option for option in OPTIONS if option.group in (RESOURCES, MACHINES) for flag in option.flags}
     given = [word.partition("=")[0] for word in words]
     found = [flag for flag in given if flag.startswith("--") and flag in flags]
@@ -96,7 +96,7 @@ def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
         return []
     try:
         source = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a module or a program, which may know anything
+    except OSError:  # a module or a program: its options are not known
         return []
     if any(word in source for word in _READS_MANY_OPTIONS):
         return []
@@ -108,22 +108,22 @@ def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:
 
 
 _READS_MANY_OPTIONS = ("HfArgumentParser", "TrainingArguments", "TrlParser", "parse_known_args")
-"""Words of scripts whose options stand in a library, or are not all theirs."""
+"""Words of scripts whose options are defined elsewhere."""
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command."""
-    launch_command_parser(verbs).set_defaults(run=_launch_and_leave)
+    launch_command_parser(verbs).set_defaults(run=_launch_and_exit)
 
 
-def _launch_and_leave(args: argparse.Namespace) -> None:
-    """Launch, and end this process without taking torch down, which takes a tenth of a second and helps nobody."""
+def _launch_and_exit(args: argparse.Namespace) -> None:
+    """Launch, and exit without the finalisation of torch, which takes a tenth of a second."""
     code: Any = 0
     try:
         _launch(args, replace_process=True)
     except SystemExit as ending:
         code = ending.code
-    except KeyboardInterrupt:  # before there was anybody to hand it to
+    except KeyboardInterrupt:  # before a process was started
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,7 +131,7 @@ def _launch_and_leave(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     _launch(launch_command_parser().parse_args(sys.argv[1:]), replace_process=True)
 
 

@@ -1,4 +1,4 @@
-"""`accelerate to-fsdp2`: bring a configuration file written for FSDP1 into the terms of FSDP2."""
+"""`accelerate to-fsdp2`: convert a configuration file from FSDP1 to FSDP2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEFT_OUT = {
 
 
 class ConversionStatus(Enum):
-    """What a file was found to be."""
+    """Whether a file can be converted."""
 
     NOT_YET_FSDP2 = 0
     ALREADY_FSDP2 = 1
@@ -35,12 +35,12 @@ class ConversionStatus(Enum):
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Return what a file says."""
+    """Return the contents of a file."""
     return load_mapping(Path(config_file))
 
 
 def status_of(config: dict[str, Any]) -> ConversionStatus:
-    """Tell whether there is anything to convert."""
+    """Return whether there is anything to convert."""
     if config.get("distributed_type") != "FSDP":
         return ConversionStatus.NOT_FSDP
     is_2 = str(config.get("fsdp_config", {}).get("fsdp_version", 1)) == "2"
@@ -48,7 +48,7 @@ def status_of(config: dict[str, Any]) -> ConversionStatus:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's contents in the terms of FSDP2, and print what was left out."""
+    """Return the contents of a file for FSDP2, and print the keys that were left out."""
     if status_of(config) is not ConversionStatus.NOT_YET_FSDP2:
         return config
     old = dict(config.get("fsdp_config") or {})
@@ -63,12 +63,12 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         new["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
     converted = {**config, "fsdp_config": new}
     if strategy is not None and strategy.startswith("HYBRID"):
-        converted |= _copy_per_machine(config)
+        converted |= _replica_per_machine(config)
     return converted
 
 
 def _sharding_strategy(section: dict[str, Any]) -> str | None:
-    """Take out FSDP1's choice, which files have under either of two keys, and return its name."""
+    """Remove FSDP1's sharding strategy, which files have under either of two keys, and return its name."""
     found = section.pop("fsdp_sharding_strategy", None)
     reshard = str(section.get("fsdp_reshard_after_forward", "")).upper()
     if reshard in _NUMBERS.values():
@@ -83,8 +83,8 @@ def _sharding_strategy(section: dict[str, Any]) -> str | None:
     return name
 
 
-def _copy_per_machine(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what FSDP2 calls a hybrid: the model is copied per machine, and sharded inside each."""
+def _replica_per_machine(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the mesh of hybrid sharding: one replica per machine, sharded inside each."""
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 0)
     if machines == 1:
         return {}
@@ -99,7 +99,7 @@ def _copy_per_machine(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "to-fsdp2")
     parser.add_argument(*spellings("config_file"), required=True, metavar="FILE", help="the file to convert")
     parser.add_argument(*spellings("output_file"), metavar="FILE", help="file to write")
@@ -114,7 +114,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert a file, and say where the new one is."""
+    """Convert a file, and print the path of the result."""
     try:
         target = _target(args)
         config = load_config(args.config_file)
@@ -142,5 +142,5 @@ def _target(args: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     to_fsdp2_command(to_fsdp2_command_parser().parse_args())

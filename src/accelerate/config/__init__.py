@@ -1,1 +1,1 @@
-"""What was asked for: settings, plugins and where each value came from. Imports no torch."""
+"""Settings, plugins and the origin of each value. Imports no torch."""

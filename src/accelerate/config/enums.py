@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _ContainsByValue(enum.EnumMeta):
-    """Let `"fp16" in PrecisionType` ask by value."""
+    """Make `"fp16" in PrecisionType` compare by value."""
 
     def __contains__(cls, item: Any) -> bool:
         try:

@@ -18,7 +18,7 @@ _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int:
-    """Read a yes/no word as people write it: as 1 or 0, or as True or False with `to_bool`."""
+    """Parse a yes/no word: as 1 or 0, or as True or False with `to_bool`."""
     word = value.strip().lower()
     if word in _TRUE | _FALSE:
         return word in _TRUE if to_bool else int(word in _TRUE)
@@ -109,7 +109,7 @@ def read_fsdp() -> dict[str, str] | None:
 
 
 def asks_for_deepspeed() -> bool:
-    """Tell whether the environment asks for DeepSpeed."""
+    """Return whether the environment asks for DeepSpeed."""
     return bool(_read_as(USE_DEEPSPEED, bool))
 
 
@@ -121,7 +121,7 @@ def read_deepspeed() -> dict[str, str]:
 
 
 def asks_for_parallelism() -> bool:
-    """Tell whether the environment asks for a mesh."""
+    """Return whether the environment asks for a mesh."""
     return bool(_read_as(USE_PARALLELISM, bool))
 
 
@@ -162,9 +162,9 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 # The exit code of a process that `accelerate launch --check` has found mistakes in.
-FOUND_BY_CHECK = 3
+CHECK_FAILED_CODE = 3
 
-# The folder of a diary, which `accelerate verify-resume` asks a run to keep.
+# The folder for the trace of a run, set by `accelerate verify-resume`.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
 
 
@@ -178,7 +178,7 @@ def requested_engine() -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherVariables:
-    """The variables in which one kind of launcher tells a process who it is."""
+    """The variables in which one kind of launcher passes rank and world size to a process."""
 
     name: str
     rank: str
@@ -201,7 +201,7 @@ class LauncherVariables:
         return found
 
 
-# In order: whoever is nearer to the process wins (torchrun inside an srun step, srun inside an mpirun, ...).
+# In order: the innermost launcher wins (torchrun inside an srun step, srun inside an mpirun, ...).
 LAUNCHERS = (
     LauncherVariables(
         name="torchrun",
@@ -247,9 +247,9 @@ SLURM_NODE_LIST = "SLURM_STEP_NODELIST"
 SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 SLURM_NODE_ID = "SLURM_NODEID"
 SLURM_STEP_ID = "SLURM_STEP_ID"
-OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; since 5.0 it is no longer told
+OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; not set since 5.0
 OPENMPI_OWN_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
-# What every process of one job shares and other jobs on the host do not, the narrowest first: it picks the port.
+# Ids that all processes of one job share and other jobs on the host do not, the narrowest first. They select the port.
 JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
 
 
@@ -260,7 +260,7 @@ def read(name: str) -> str | None:
 
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
-    """Set variables (names upper-cased) inside the block and put back what was there."""
+    """Set variables (names upper-cased) inside the block and restore them afterwards."""
     before = {name.upper(): os.environ.get(name.upper()) for name in variables}
     os.environ.update({name.upper(): str(value) for name, value in variables.items()})
     try:
@@ -275,7 +275,7 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside the block and put everything back afterwards."""
+    """Empty the environment inside the block and restore it afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -285,7 +285,7 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# --- what other libraries use ---------------------------------------------------------------------------------------
+# --- used by other libraries ------------------------------------------------------------------------------------------
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -309,7 +309,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def purge_accelerate_environment(func_or_cls: F) -> F:
-    """Give back, after a function or after every test method of a class, the `ACCELERATE_` variables as they were.
+    """Restore the `ACCELERATE_` variables after a function, or after every test method of a class.
 
     Test methods that a subclass adds are covered too.
     """
@@ -331,19 +331,19 @@ def purge_accelerate_environment(func_or_cls: F) -> F:
 
 
 def _purge_after_tests(cls: Any) -> None:
-    """Cover the test methods of a class, and of every class that is derived from it later."""
-    _cover_tests_of(cls)
+    """Wrap the test methods of a class, and of every later subclass."""
+    _wrap_tests_of(cls)
     own = vars(cls).get("__init_subclass__")
 
-    def cover_subclass(subclass: Any, /, **kwargs: Any) -> None:
+    def wrap_subclass(subclass: Any, /, **kwargs: Any) -> None:
         hook = super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass)
         hook(**kwargs)
-        _cover_tests_of(subclass)
+        _wrap_tests_of(subclass)
 
-    cls.__init_subclass__ = classmethod(cover_subclass)
+    cls.__init_subclass__ = classmethod(wrap_subclass)
 
 
-def _cover_tests_of(cls: type) -> None:
+def _wrap_tests_of(cls: type) -> None:
     for name, member in list(vars(cls).items()):
         if name.startswith("test") and callable(member):
             setattr(cls, name, purge_accelerate_environment(member))
@@ -357,11 +357,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """Return lines `NAME=value` for a file of variables; what a shell could read as more than that is left out."""
     lines = []
     for name, value in current_env.items():
-        if name and value and not _UNSAFE_IN_A_FILE & {*name, *value}:
+        if name and value and not _UNSAFE_CHARACTERS & {*name, *value}:
             lines.append(f"{name}={value}\n")
         else:
             logger.warning("%s is left out: its name or value is empty, or a shell would read it otherwise.", name)
     return lines
 
 
-_UNSAFE_IN_A_FILE = frozenset(";&|<> \n\t`$")
+_UNSAFE_CHARACTERS = frozenset(";&|<> \n\t`$")

@@ -1,4 +1,4 @@
-"""A mesh of all processes with its groups, made alike by every supported version of torch."""
+"""Build device meshes in the same way with every supported version of torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 _DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 
 
-def mesh_over(
+def build_mesh(
     axes: Sequence[str], sizes: Sequence[int], device_type: str, views: Mapping[str, Sequence[str]]
 ) -> DeviceMesh:
-    """Make a mesh of all processes with these axes, and with flattened views of some of them."""
+    """Build a mesh of all processes with these axes, and flattened views of some of them."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with groups_like_that_of_all():
+    with world_group_options():
         mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(axes))
         for view, members in views.items():
             names = tuple(axis for axis in axes if axis in members)
@@ -27,22 +27,22 @@ def mesh_over(
     return mesh
 
 
-def beside(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh that has an axis and one of its flattened views."""
+def axis_with_view(mesh: DeviceMesh, axis: str, view: DeviceMesh) -> DeviceMesh:
+    """Return the submesh of an axis and a flattened view."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    if not hasattr(DeviceMesh, "_concatenate"):  # torch 2.9, which takes the names of views beside those of axes
+    if not hasattr(DeviceMesh, "_concatenate"):  # torch 2.9 takes names of views and of axes together
         names = (axis, *(view.mesh_dim_names or ()))
         return mesh[names]
     return DeviceMesh._concatenate([mesh[axis], view])
 
 
 @contextmanager
-def groups_like_that_of_all() -> Iterator[None]:
-    """Let the groups of a mesh have the timeout of the group of all processes, and open each of them anew.
+def world_group_options() -> Iterator[None]:
+    """Create the groups of a mesh with the timeout of the world group, and without splitting it.
 
-    torch gives them its default timeout. Where the group of all is bound to a device, torch would split it, together
-    with the gloo beside it: torch 2.9 refuses that, and versions up to 2.13 can crash.
+    torch uses its default timeout instead. It splits a world group that is bound to a device, together with its gloo
+    backend: torch 2.9 refuses that, and versions up to 2.13 can crash.
     """
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def groups_like_that_of_all() -> Iterator[None]:
     c10d: Any = dist.distributed_c10d
     world = c10d._get_default_group()
     bound, defaults = world.bound_device_id, {name: getattr(c10d, name) for name in _DEFAULTS}
-    with suppress(AttributeError, RuntimeError):  # a backend that does not tell its options
+    with suppress(AttributeError, RuntimeError):  # a backend without readable options
         timeout = world._get_backend(bound or world._device_types[0]).options._timeout
         for name in _DEFAULTS:
             setattr(c10d, name, timeout)
@@ -65,9 +65,9 @@ def groups_like_that_of_all() -> Iterator[None]:
             setattr(c10d, name, timeout)
 
 
-def forget_meshes() -> None:
-    """Let torch forget what it worked out for meshes whose groups are closed: a new mesh of that shape equals them."""
-    with suppress(ImportError, AttributeError):  # torch's own caches, which other versions may keep elsewhere
+def clear_mesh_caches() -> None:
+    """Clear torch's caches for meshes whose groups are closed: a new mesh of the same shape compares equal."""
+    with suppress(ImportError, AttributeError):  # private caches, which other versions of torch may not have
         from torch.distributed.tensor import _redistribute, debug
 
         _redistribute._gen_transform_infos.cache_clear()

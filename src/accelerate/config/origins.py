@@ -1,4 +1,4 @@
-"""Where a value came from: a small module, so that the command can ask without loading the settings of training."""
+"""Values with their origins. A small module, so that the command line need not import the training settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve(setting: str, in_code: Any, default: Any) -> Resolved:
         return Resolved(value=in_code, origin="code")
     from_environment = read_setting(setting)
     if from_environment is not None:
-        handed_over = json.loads(read(ORIGINS_VARIABLE) or "{}").get(setting)
-        origin = f"accelerate launch, {handed_over}" if handed_over else f"environment variable {variable_of(setting)}"
+        launched = json.loads(read(ORIGINS_VARIABLE) or "{}").get(setting)
+        origin = f"accelerate launch, {launched}" if launched else f"environment variable {variable_of(setting)}"
         return Resolved(value=from_environment, origin=origin)
     return Resolved(value=default, origin="default")

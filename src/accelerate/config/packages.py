@@ -1,4 +1,4 @@
-"""Which optional packages are there, without importing them."""
+"""Find optional packages without importing them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OPERATIONS: dict[str, Callable[[Version, Version], bool]] = {
 
 
 def has_package(name: str) -> bool:
-    """Tell whether a package can be imported; it is not imported."""
+    """Return whether a package can be imported; it is not imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # of a parent
         return False
-    except ValueError:  # a module put in its place by hand has no spec
+    except ValueError:  # a module in sys.modules without a spec
         return True
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another: `("numpy", ">=", "2.0")`."""
-    from packaging.version import parse  # on first use: every run asks which packages there are, few ask for versions
+    from packaging.version import parse  # imported on use: few callers compare versions
 
     if operation not in OPERATIONS:
         raise ValueError(f"`operation` must be one of {', '.join(OPERATIONS)}, not {operation!r}.")

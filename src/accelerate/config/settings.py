@@ -1,4 +1,4 @@
-"""What one Accelerator was asked for, resolved once, with the origin of every value."""
+"""The settings of one Accelerator, resolved once, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TrainingSettings:
     sharding: FullyShardedDataParallelPlugin | None
     """How parameters are sharded, if they are."""
     deepspeed: Mapping[str, DeepSpeedPlugin] | None
-    """What is asked of DeepSpeed, by the names of the plugins, if it is to train."""
+    """The DeepSpeed plugins by name, if DeepSpeed trains."""
     parallelism: ParallelismConfig | None
-    """Over which axes the processes are spread, if that was said."""
+    """The axes of the device mesh, if given."""
     origins: Mapping[str, str]
     """Field name -> where its value came from."""
 
@@ -97,7 +97,7 @@ class TrainingSettings:
         )
 
     def explain(self) -> str:
-        """Say each value and where it came from, one line each."""
+        """Return each value and its origin, one line each."""
         values = {
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation.num_steps,
@@ -121,7 +121,7 @@ def resolve_compilation(in_code: TorchDynamoPlugin | None) -> tuple[TorchDynamoP
 def resolve_deepspeed(
     in_code: Mapping[str, DeepSpeedPlugin] | DeepSpeedPlugin | None,
 ) -> Mapping[str, DeepSpeedPlugin] | None:
-    """Return the plugins by name, of which the first is chosen to begin with; None where DeepSpeed is not asked for."""
+    """Return the plugins by name, the first of them selected; None where DeepSpeed is not used."""
     if in_code is None:
         in_code = DeepSpeedPlugin() if asks_for_deepspeed() else {}
     plugins = dict(in_code) if isinstance(in_code, Mapping) else {"default": in_code}
@@ -134,23 +134,23 @@ def resolve_deepspeed(
 
 
 def _agreed_precision(precision: Resolved, plugins: Mapping[str, DeepSpeedPlugin]) -> Resolved:
-    """Take the number format from DeepSpeed's config where nobody else says one, and tell it where it says none."""
+    """Take the precision from DeepSpeed's config where it is not explicit; set it in configs that have none."""
     chosen = next(plugin for plugin in plugins.values() if plugin.selected)
-    if not _was_said(precision) and chosen.mixed_precision is not None:
+    if not _is_explicit(precision) and chosen.mixed_precision is not None:
         return Resolved(value=chosen.mixed_precision, origin=chosen.source)
     for plugin in plugins.values():
-        if _was_said(precision) or plugin.mixed_precision is None:
+        if _is_explicit(precision) or plugin.mixed_precision is None:
             plugin.set_mixed_precision(str(precision.value), f"{precision.origin}, mixed_precision")
     return precision
 
 
 def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]) -> Resolved:
-    """Take the accumulation from DeepSpeed's config where nobody else says it; where both do they must agree."""
+    """Take the accumulation from DeepSpeed's config where it is not explicit; otherwise they must agree."""
     chosen = next(plugin for plugin in plugins.values() if plugin.selected)
     in_config = chosen.gradient_accumulation_steps
     if in_config is None or steps.value == in_config:
         return steps
-    if not _was_said(steps):
+    if not _is_explicit(steps):
         return Resolved(value=in_config, origin=chosen.origins.get(ACCUMULATION, chosen.source))
     claims = chosen.claims()
     claims.claim(ACCUMULATION, steps.value, f"{steps.origin}, gradient_accumulation_steps")
@@ -158,13 +158,13 @@ def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]
     return steps
 
 
-def _was_said(value: Resolved) -> bool:
+def _is_explicit(value: Resolved) -> bool:
     return not value.origin.endswith("default")
 
 
 def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
     words = read_fsdp()
-    return None if words is None else FullyShardedDataParallelPlugin.from_words(words)
+    return None if words is None else FullyShardedDataParallelPlugin.from_variables(words)
 
 
 def check_precision(name: str, origin: str) -> None:
@@ -176,7 +176,7 @@ def check_precision(name: str, origin: str) -> None:
 
 
 def refuse_requested_engine() -> None:
-    """Raise if the environment asks for an engine that has not landed, instead of quietly running DDP."""
+    """Raise if the environment asks for an engine that is not supported, instead of silently running DDP."""
     requested = requested_engine()
     if requested is not None:
         engine, variable = requested

@@ -1,1 +1,1 @@
-"""Settings become running processes. Every module but `elastic` imports without torch."""
+"""Turn settings into running processes. Only `elastic` imports torch."""

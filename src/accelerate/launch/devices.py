@@ -1,4 +1,4 @@
-"""How many accelerators and cores this machine has, asked without torch where that is possible."""
+"""Count the accelerators and cores of this machine, without torch where possible."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-# A driver leaves one of these behind; without any there is nothing to ask torch about, which would take seconds.
-_TRACES_OF_A_DRIVER = (
+# Device files of the drivers. Without any of them there is no accelerator, and torch need not be imported.
+_DRIVER_FILES = (
     *("/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/cambricon_dev0"),
     *("/dev/neuron0", "/dev/accel/accel0", "/dev/accel0", "/dev/hl0", "/dev/mtgpu.0"),
 )
@@ -15,7 +15,7 @@ _TRACES_OF_A_DRIVER = (
 
 def count_accelerators() -> int:
     """Return the number of accelerators that torch can use here."""
-    if sys.platform == "linux" and not any(Path(trace).exists() for trace in _TRACES_OF_A_DRIVER):
+    if sys.platform == "linux" and not any(Path(trace).exists() for trace in _DRIVER_FILES):
         return 0
     import torch
 
@@ -23,7 +23,7 @@ def count_accelerators() -> int:
 
 
 def count_cores() -> int:
-    """Return the cores this process may use: its affinity, cut by the quota of its container."""
+    """Return the number of cores that this process may use: its affinity, limited by the quota of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, int(_container_quota() or allowed)))
 

@@ -11,9 +11,9 @@ from ..config.launch.options import OPTIONS
 from ..config.launch.settings import DEFAULT, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
 from ..errors import UnsupportedSettingError
-from .plan import Plan, command_of
+from .plan import Plan, worker_command
 
-_WAYS = {
+_METHODS = {
     "exec": "the script replaces this process",
     "elastic": "torchelastic starts and watches the processes",
     "srun": "srun starts this launch once on every machine",
@@ -22,20 +22,20 @@ _WAYS = {
 
 
 def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, remarks: Sequence[str]) -> str:
-    """Say what a launch would do and why."""
+    """Describe what a launch would do, and why."""
     sections = [
         _table("settings", _effective(settings, plan)),
         f"  every other option ({len(OPTIONS)} in all, accelerate launch --help) has its default",
         _table("plan", _plan_rows(settings, plan, config)),
         _table("handed to every process", _variables(plan)),
     ]
-    said = [f"  - {remark}" for remark in remarks]
+    lines = [f"  - {remark}" for remark in remarks]
     try:
         settings.refuse_missing_engines(config)
     except UnsupportedSettingError as refusal:
-        said.append(f"  - this launch would be refused: {refusal}")
-    if said:
-        sections.append("\n".join(["remarks", *said]))
+        lines.append(f"  - this launch would be refused: {refusal}")
+    if lines:
+        sections.append("\n".join(["remarks", *lines]))
     return "\n\n".join(sections)
 
 
@@ -65,11 +65,11 @@ def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) 
     factor = plan.num_processes * steps
     return [
         ("configuration file", source, ""),
-        ("way", _WAYS[plan.way], ""),
+        ("method", _METHODS[plan.method], ""),
         ("processes", f"{plan.num_machines} machine(s) x {plan.processes_here} = {plan.num_processes}", ""),
         ("device", plan.device, ""),
-        ("meeting place", f"{plan.address}:{plan.port}" if plan.way == "elastic" else "not needed", ""),
-        ("command", shlex.join(command_of(settings, plan.script, recorded=False)), ""),
+        ("rendezvous", f"{plan.address}:{plan.port}" if plan.method == "elastic" else "not needed", ""),
+        ("command", shlex.join(worker_command(settings, plan.script, recorded=False)), ""),
         (
             "one optimizer step",
             f"{plan.num_processes} processes x {steps} micro-batches x the loader's batch size = "

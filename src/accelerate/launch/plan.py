@@ -1,4 +1,4 @@
-"""Settings and what is found here become a plan: how many processes, where, and what each is handed."""
+"""Make the plan of a launch: how many processes, on which machines, with which environment variables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..config.origins import ORIGINS_VARIABLE
 from .devices import count_accelerators, count_cores
 from .machines.cluster import TASKS_PER_MACHINE, Cluster
 
-PORT_OF_SEVERAL_MACHINES = 29500
-"""The published one: machines that were told nothing else meet there."""
+DEFAULT_MASTER_PORT = 29500
+"""The published default port of the rendezvous of several machines."""
 
 _VISIBLE_DEVICES = (
     *("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
@@ -27,10 +27,10 @@ _VISIBLE_DEVICES = (
 class Plan:
     """What one launcher will do."""
 
-    way: str
+    method: str
     """exec, elastic, srun or mpirun."""
     script: tuple[str, ...]
-    """The script and its arguments, as typed."""
+    """The script and its arguments, as given."""
     processes_here: int
     num_machines: int
     machine_rank: int
@@ -38,16 +38,16 @@ class Plan:
     address: str
     port: int
     port_is_free: bool
-    """The port was chosen here, so another one will do as well."""
+    """The port was chosen by the launcher, so that another free one can replace it."""
     backend: str
     device: str
     threads: int | None
     """Threads per process; None leaves it to torch."""
     variables: dict[str, str]
     origins: dict[str, str]
-    """Where the values of this plan came from, where no setting says so."""
+    """Origins of the values that the plan has chosen itself."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts."""
+    """Messages for the user, printed before the start."""
     hosts: str | None = None
 
     @property
@@ -61,44 +61,31 @@ class Plan:
 
 
 def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> Plan:
-    """Decide everything that the settings leave open."""
+    """Resolve everything that the settings leave open."""
     origins: dict[str, str] = {}
     notes: list[str] = []
     accelerators = 0 if settings.cpu else count_accelerators()
-    is_rank = cluster is not None and cluster.is_rank  # who started the ranks has decided where and how many
+    is_rank = cluster is not None and cluster.is_rank  # the batch system has chosen hosts and number
     min_machines, machines = (1, 1) if is_rank else _machines(settings, cluster, origins)
     here = 1 if is_rank else _processes_here(settings, cluster, machines, accelerators, origins, notes)
-    way = _way(settings, cluster, here, machines)
-    machine_rank = 0 if is_rank or way == "mpirun" else _machine_rank(settings, cluster, machines, origins)
-    address, port, port_is_free = _meeting_place(settings, cluster, machines, origins, way)
-    threads = settings.num_cpu_threads_per_process
-    if threads is None and here > 1 and way == "elastic":
-        cores = count_cores()
-        threads = max(1, cores // here)
-        origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {here} processes"
+    method = _method(settings, cluster, here, machines)
+    machine_rank = 0 if is_rank or method == "mpirun" else _machine_rank(settings, cluster, machines, origins)
+    address, port, port_is_free = _rendezvous_address(settings, cluster, machines, origins, method)
+    threads = _threads(settings, here, method, origins)
     variables = settings.child_variables()
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if settings.gpu_ids not in (None, "all"):
-        variables |= dict.fromkeys(_VISIBLE_DEVICES[:1] if accelerators == 0 else _visible(), str(settings.gpu_ids))
-    if machines > 1 and not environment.read("GLOO_SOCKET_IFNAME"):
-        from .machines.network import interface_towards
-
-        if interface := interface_towards(address):
-            variables["GLOO_SOCKET_IFNAME"] = interface
-            origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
-    notes += _remarks_on_the_debugged_rank(settings, way, here * machines)
-    if cluster is not None and cluster.is_rank:
-        notes += _overruled(settings, cluster)
-    if cluster is not None and cluster.is_head:
-        notes.clear()  # the launchers on the machines know better what is there
-        if cluster.tasks_per_machine:
-            variables[TASKS_PER_MACHINE] = str(cluster.tasks_per_machine)
+    variables |= _device_variables(settings, accelerators)
+    if machines > 1:
+        variables |= _network_variables(address, origins)
+    variables |= _head_variables(cluster)
     variables[ORIGINS_VARIABLE] = json.dumps(
         {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
     )
+    notes += _notes_on_debug_rank(settings, method, here * machines) + _notes_on_num_processes(settings, cluster)
+    is_head = cluster is not None and cluster.is_head
     return Plan(
-        way=way,
+        method=method,
         script=tuple(script),
         processes_here=here,
         num_machines=machines,
@@ -112,19 +99,53 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         threads=threads,
         variables=variables,
         origins=origins,
-        notes=tuple(notes),
+        notes=() if is_head else tuple(notes),  # the launcher on each machine knows which devices it has
         hosts=cluster.hosts if cluster is not None else None,
     )
 
 
-def _remarks_on_the_debugged_rank(settings: LaunchSettings, way: str, num_processes: int) -> list[str]:
+def _threads(settings: LaunchSettings, processes_here: int, method: str, origins: dict[str, str]) -> int | None:
+    asked = settings.num_cpu_threads_per_process
+    if asked is not None or processes_here == 1 or method != "elastic":
+        return asked
+    cores = count_cores()
+    origins["num_cpu_threads_per_process"] = f"{cores} cores shared by {processes_here} processes"
+    return max(1, cores // processes_here)
+
+
+def _device_variables(settings: LaunchSettings, accelerators: int) -> dict[str, str]:
+    if settings.gpu_ids in (None, "all"):
+        return {}
+    return dict.fromkeys(
+        _VISIBLE_DEVICES[:1] if accelerators == 0 else _visible_devices_variable(), str(settings.gpu_ids)
+    )
+
+
+def _network_variables(address: str, origins: dict[str, str]) -> dict[str, str]:
+    from .machines.network import interface_towards
+
+    interface = None if environment.read("GLOO_SOCKET_IFNAME") else interface_towards(address)
+    if not interface:
+        return {}
+    origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
+    return {"GLOO_SOCKET_IFNAME": interface}
+
+
+def _head_variables(cluster: Cluster | None) -> dict[str, str]:
+    """Return the variables that the head of a job exports to the launchers it starts."""
+    if cluster is None or not cluster.is_head or not cluster.tasks_per_machine:
+        return {}
+    return {TASKS_PER_MACHINE: str(cluster.tasks_per_machine)}
+
+
+def _notes_on_debug_rank(settings: LaunchSettings, method: str, num_processes: int) -> list[str]:
     rank = settings.debug_rank
     if rank is None:
         return []
-    if way != "elastic":
+    if method != "elastic":
         found = f"debug_rank = {rank} ({settings.origin('debug_rank')}) has no effect: "
         one = "with one process, breakpoint() and `python -m pdb` work as they are"
-        return [found + (one if num_processes == 1 else f"{way} starts the processes and keeps the terminal") + "."]
+        return [found + (one if num_processes == 1 else f"{method} starts the processes and keeps the terminal") + "."]
     if not 0 <= rank < num_processes:
         raise ValueError(
             f"debug_rank is {rank} ({settings.origin('debug_rank')}), but there are {num_processes} processes: "
@@ -133,9 +154,11 @@ def _remarks_on_the_debugged_rank(settings: LaunchSettings, way: str, num_proces
     return []
 
 
-def _overruled(settings: LaunchSettings, cluster: Cluster) -> list[str]:
+def _notes_on_num_processes(settings: LaunchSettings, cluster: Cluster | None) -> list[str]:
+    if cluster is None or not cluster.is_rank or cluster.machine_rank != 0:
+        return []
     asked = settings.num_processes
-    if asked in (None, cluster.num_processes) or cluster.machine_rank != 0 or not _typed(settings, "num_processes"):
+    if asked in (None, cluster.num_processes) or not _is_explicit(settings, "num_processes"):
         return []
     return [
         f"num_processes = {asked} ({settings.origin('num_processes')}) has no effect: {cluster.name} has started "
@@ -143,7 +166,7 @@ def _overruled(settings: LaunchSettings, cluster: Cluster) -> list[str]:
     ]
 
 
-def _way(settings: LaunchSettings, cluster: Cluster | None, processes_here: int, machines: int) -> str:
+def _method(settings: LaunchSettings, cluster: Cluster | None, processes_here: int, machines: int) -> str:
     if settings.mpirun_hostfile is not None:
         return "mpirun"
     if cluster is not None and cluster.is_head:
@@ -161,7 +184,7 @@ def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[s
         origins["num_machines"] = settings.origin("nnodes")
         return int(low), int(high or low)
     machines = settings.num_machines
-    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "num_machines"):
+    if cluster is not None and cluster.num_machines > 1 and not _is_explicit(settings, "num_machines"):
         machines = cluster.num_machines
         origins["num_machines"] = f"{cluster.name} ({cluster.hosts})"
     machines = 1 if machines is None else machines
@@ -171,7 +194,7 @@ def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[s
 
 
 def _machine_rank(settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str]) -> int:
-    if cluster is not None and cluster.num_machines > 1 and not _typed(settings, "machine_rank"):
+    if cluster is not None and cluster.num_machines > 1 and not _is_explicit(settings, "machine_rank"):
         origins["machine_rank"] = cluster.name
         return cluster.machine_rank
     rank = settings.machine_rank
@@ -198,24 +221,12 @@ def _processes_here(
     origins: dict[str, str],
     notes: list[str],
 ) -> int:
-    ids = [] if settings.gpu_ids in (None, "all") else [word for word in str(settings.gpu_ids).split(",") if word]
+    ids = _gpu_ids(settings)
     if (settings.multi_gpu or ids) and accelerators == 0:
         asked = settings.origin("multi_gpu") if settings.multi_gpu else settings.origin("gpu_ids")
         notes.append(f"no GPU or other accelerator is there ({asked} asks for one): the processes run on the CPU.")
-    total = settings.num_processes
-    if total is not None:
-        if total < 1 or total % machines:
-            raise ValueError(
-                f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
-                f"{machines} machines together: use a multiple of {machines}."
-            )
-        here = total // machines
-        if accelerators and here > accelerators:
-            raise ValueError(
-                f"{here} processes on this machine need {here} accelerators, but there are {accelerators}: use "
-                f"--num_processes {accelerators * machines}, or --cpu."
-            )
-        return here
+    if settings.num_processes is not None:
+        return _share_of_machine(settings, settings.num_processes, machines, accelerators)
     if ids:
         origins["num_processes"] = f"the {len(ids)} ids of {settings.origin('gpu_ids')}"
         return len(ids)
@@ -229,16 +240,36 @@ def _processes_here(
     return 1
 
 
-def _meeting_place(
-    settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str], way: str
+def _gpu_ids(settings: LaunchSettings) -> list[str]:
+    return [] if settings.gpu_ids in (None, "all") else [word for word in str(settings.gpu_ids).split(",") if word]
+
+
+def _share_of_machine(settings: LaunchSettings, total: int, machines: int, accelerators: int) -> int:
+    """Return the number of processes per machine; refuse a total that cannot be divided."""
+    if total < 1 or total % machines:
+        raise ValueError(
+            f"num_processes is {total} ({settings.origin('num_processes')}), but it counts the processes of all "
+            f"{machines} machines together: use a multiple of {machines}."
+        )
+    here = total // machines
+    if accelerators and here > accelerators:
+        raise ValueError(
+            f"{here} processes on this machine need {here} accelerators, but there are {accelerators}: use "
+            f"--num_processes {accelerators * machines}, or --cpu."
+        )
+    return here
+
+
+def _rendezvous_address(
+    settings: LaunchSettings, cluster: Cluster | None, machines: int, origins: dict[str, str], method: str
 ) -> tuple[str, int, bool]:
     address, port = settings.main_process_ip, settings.main_process_port
-    if machines == 1 or way == "mpirun":
-        if port or way != "elastic":
+    if machines == 1 or method == "mpirun":
+        if port or method != "elastic":
             return "127.0.0.1", port or 0, False
         origins["main_process_port"] = "a free port"
         return "127.0.0.1", free_port(), True
-    if cluster is not None and cluster.address is not None and not _typed(settings, "main_process_ip"):
+    if cluster is not None and cluster.address is not None and not _is_explicit(settings, "main_process_ip"):
         address = cluster.address
         origins["main_process_ip"] = f"{cluster.name}: first machine"
         if port is None:
@@ -248,22 +279,22 @@ def _meeting_place(
         address = address or "(found by srun)"
     if address is None:
         raise ValueError(
-            f"This launch spans {machines} machines, but nothing says where they meet: give --main_process_ip, the "
+            f"This launch spans {machines} machines, but has no rendezvous address: give --main_process_ip, the "
             "address of machine 0 as the others see it."
         )
     if port is None:
-        port = PORT_OF_SEVERAL_MACHINES
+        port = DEFAULT_MASTER_PORT
         origins["main_process_port"] = "default for several machines"
     return address, port, False
 
 
-def _typed(settings: LaunchSettings, name: str) -> bool:
-    """Tell whether a person chose this value for this launch; a batch system knows better than a file."""
+def _is_explicit(settings: LaunchSettings, name: str) -> bool:
+    """Return whether the value was given for this launch. Only such values override a batch system."""
     return settings.origin(name).startswith((FLAG, "environment"))
 
 
-def _visible() -> tuple[str, ...]:
-    """Return the variable by which this kind of accelerator is chosen."""
+def _visible_devices_variable() -> tuple[str, ...]:
+    """Return the name of the variable that restricts the visible devices of this kind of accelerator."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
@@ -272,7 +303,7 @@ def _visible() -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that is free now."""
     import socket
 
     with socket.socket() as probe:
@@ -280,8 +311,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command_of(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
-    """Return the command of one process; `recorded` ones leave a record of how they ended."""
+def worker_command(settings: LaunchSettings, script: Sequence[str], *, recorded: bool) -> list[str]:
+    """Return the command of one process; with `recorded`, it runs under `worker.py`, which writes how it ended."""
     if settings.no_python:
         return list(script)
     recorder = [str(Path(__file__).parent / "processes" / "worker.py")] if recorded else []

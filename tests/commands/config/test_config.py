@@ -245,7 +245,7 @@ def test_write_basic_config_in_python(file: Path, capsys: pytest.CaptureFixture[
         write_basic_config("bf61", file.with_name("third.yaml"))
 
 
-# Bringing a file of old up to date
+# Updating an old file
 
 
 def test_update_fills_in_and_drops_nothing_without_a_word(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`accelerate verify-resume` tells a resume from something that looks like one."""
+"""`accelerate verify-resume` finds a resume that is not exact."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.launch.files import ConfigFile, read_config
 from accelerate.config.launch.options import OPTIONS
-from accelerate.config.launch.parser import typed
+from accelerate.config.launch.parser import explicit_options
 from accelerate.config.launch.settings import LaunchSettings
 from accelerate.config.settings import TrainingSettings
 from accelerate.errors import UnsupportedSettingError
@@ -149,9 +149,9 @@ def test_a_launch_can_be_said_again_for_another_launcher(tmp_path: Path, monkeyp
         "-m",
         "x.py",
     ]
-    flags = typed(launch_command_parser().parse_args(words), OPTIONS)
-    said = LaunchSettings.resolve(flags, file).as_words()
+    flags = explicit_options(launch_command_parser().parse_args(words), OPTIONS)
+    said = LaunchSettings.resolve(flags, file).to_flags()
     assert said[:2] == ["--config_file", str(file.path)]
     again = launch_command_parser().parse_args([*said, "x.py"])
     assert again.config_file == str(file.path)
-    assert typed(again, OPTIONS) == flags, "what the environment and the file say is not repeated"
+    assert explicit_options(again, OPTIONS) == flags, "what the environment and the file say is not repeated"

@@ -1,4 +1,4 @@
-"""`DeepSpeedPlugin`: fields, files and variables say one config together, or disagree by name."""
+"""`DeepSpeedPlugin`: fields, files and variables are merged into one config, and conflicts are named."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_config_comes_from_a_file_a_dict_or_base64(tmp_path: Path) -> None:
         DeepSpeedPlugin(hf_ds_config=str(tmp_path / "missing.json"))
 
 
-def test_all_contradictions_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_conflicts_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

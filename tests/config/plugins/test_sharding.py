@@ -92,7 +92,7 @@ def test_offloading_can_be_said_in_several_ways(given: Any) -> None:
 
 
 def test_a_plugin_is_made_from_the_words_of_a_launch(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = FullyShardedDataParallelPlugin.from_words(
+    plugin = FullyShardedDataParallelPlugin.from_variables(
         {
             "fsdp_version": "2",
             "sharding_strategy": "FULL_SHARD",

@@ -1,4 +1,4 @@
-"""What a launcher learns from the variables of Slurm and the MPIs. The real ones are in tests/clusters."""
+"""What a launcher reads from the variables of Slurm and the MPIs. The real ones are in tests/clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.machines.cluster import TASKS_PER_MACHINE, Cluster, find_cluster, host_names
+from accelerate.launch.machines.cluster import TASKS_PER_MACHINE, Cluster, expand_node_list, find_cluster
 from accelerate.launch.plan import make_plan
 
 
@@ -105,16 +105,17 @@ def plan_of(cluster: Cluster | None, **flags: object):  # type: ignore[no-untype
 
 def test_the_head_tells_its_launchers_how_many_tasks_the_job_has_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     head = plan_of(found(monkeypatch, **BODY | {"SLURM_NTASKS": 4, "SLURM_TASKS_PER_NODE": "2(x2)"}))
-    assert head.way == "srun"
+    assert head.method == "srun"
     launcher = plan_of(found(monkeypatch, **STEP | {TASKS_PER_MACHINE: head.variables[TASKS_PER_MACHINE]}))
-    assert (launcher.way, launcher.processes_here, launcher.num_machines, launcher.machine_rank) == ("elastic", 2, 2, 1)
+    assert (launcher.method, launcher.processes_here) == ("elastic", 2)
+    assert (launcher.num_machines, launcher.machine_rank) == (2, 1)
 
 
 def test_the_numbers_of_a_rank_are_not_up_for_discussion() -> None:
     ranks = [Cluster(name="Slurm", is_rank=True, machine_rank=rank, num_processes=4) for rank in range(2)]
     asked = {"num_processes": 8, "num_machines": 2, "machine_rank": 1, "main_process_ip": "n1"}
     plans = [plan_of(rank, **asked) for rank in ranks]
-    assert [plan.way for plan in plans] == ["exec", "exec"]
+    assert [plan.method for plan in plans] == ["exec", "exec"]
     assert plans[0].notes == (
         "num_processes = 8 (flag --num_processes) has no effect: Slurm has started 4 processes, with a launch in each.",
     )
@@ -138,4 +139,4 @@ def test_flags_win_over_the_batch_system_and_a_file_does_not(monkeypatch: pytest
     ],
 )
 def test_all_names_of_a_slurm_list(nodes: str, names: list[str]) -> None:
-    assert host_names(nodes) == names
+    assert expand_node_list(nodes) == names

@@ -1,4 +1,4 @@
-"""A hostfile of DeepSpeed says which machines a launch has; each of them finds its own place."""
+"""A hostfile of DeepSpeed: the machines of a launch, and the rank of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from accelerate.config.launch.settings import LaunchSettings
 from accelerate.errors import LaunchError
-from accelerate.launch.machines.hostfile import cluster_of_hostfile, remarks_on_machines
+from accelerate.launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
 from accelerate.launch.plan import make_plan
 
 HERE = socket.gethostname()
@@ -23,14 +23,14 @@ def settings_of(tmp_path: Path, text: str, **flags: Any) -> LaunchSettings:
 
 def test_machines_slots_and_the_own_place(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, f"# two of them\nfirst slots=4\n\n{HERE} slots=4  # here\n")
-    plan = make_plan(settings, ("train.py",), cluster_of_hostfile(settings))
+    plan = make_plan(settings, ("train.py",), cluster_from_hostfile(settings))
     assert (plan.num_machines, plan.machine_rank, plan.processes_here, plan.address) == (2, 1, 4, "first")
 
 
 def test_filters(tmp_path: Path) -> None:
     text = f"first slots=2\n{HERE} slots=2\nlast slots=2\n"
-    without = cluster_of_hostfile(settings_of(tmp_path, text, deepspeed_exclusion_filter="first"))
-    only = cluster_of_hostfile(settings_of(tmp_path, text, deepspeed_inclusion_filter=f"{HERE}@last"))
+    without = cluster_from_hostfile(settings_of(tmp_path, text, deepspeed_exclusion_filter="first"))
+    only = cluster_from_hostfile(settings_of(tmp_path, text, deepspeed_inclusion_filter=f"{HERE}@last"))
     assert without == only
     assert without is not None
     assert (without.num_machines, without.machine_rank, without.address) == (2, 0, HERE)
@@ -51,7 +51,7 @@ def test_filters(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, flags: dict[str, Any], complaint: str) -> None:
     with pytest.raises(LaunchError, match=complaint):
-        cluster_of_hostfile(settings_of(tmp_path, text, **flags))
+        cluster_from_hostfile(settings_of(tmp_path, text, **flags))
 
 
 def test_another_launcher_is_remarked(tmp_path: Path) -> None:

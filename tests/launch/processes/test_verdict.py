@@ -76,15 +76,15 @@ def test_every_rank_fails_in_the_same_place(kind: str, cause: str, tmp_path: Pat
 def test_ranks_that_wait_for_each_other_are_shown_with_the_rule_and_their_lines(tmp_path: Path) -> None:
     launched = launch_fault("stuck", 2, tmp_path, ACCELERATE_HANG_SECONDS="2")
     lines = [line.strip() for line in launched.panel.splitlines()]
-    told = " ".join(lines)
+    text = " ".join(lines)
     here, there = (
         line_of("            PartialState().wait_for_everyone()"),
         line_of("        accelerator.reduce(torch.ones(8))"),
     )
-    assert f"wait_for_everyone() was called on rank 2 only (train.py:{here})" in told
-    assert f"ranks 0-1, 3 wait in reduce() (train.py:{there})" in told
+    assert f"wait_for_everyone() was called on rank 2 only (train.py:{here})" in text
+    assert f"ranks 0-1, 3 wait in reduce() (train.py:{there})" in text
     assert lines[1].startswith("wait_for_everyone() was called on rank 2 only"), "what the watcher says comes first"
-    assert "try Look for a condition that differs between ranks" in " ".join(told.split())
+    assert "try Look for a condition that differs between ranks" in " ".join(text.split())
     assert "collateral" not in launched.panel
     assert all(len(line) <= 100 for line in launched.panel.splitlines())
     assert launched.code == 1
@@ -201,17 +201,17 @@ def test_where_all_only_lost_a_peer_the_cause_is_sought_on_another_machine() -> 
     assert "another machine" in panel(verdict, machine_rank=1, num_machines=2, logs=None)
 
 
-TOLD = (
+DIAGNOSIS = (
     "Rank 4 has left: its script has ended, and rank 5 waits for it in gather() (train.py:9). train.py:9 is inside "
     "`if accelerator.is_main_process:` (line 8). Move the call out of the condition.\n  rank 5  train.py:9"
 )
 
 
 def test_what_the_watcher_found_out_about_a_lost_peer_comes_first() -> None:
-    told = ending(5, 1, GLOO, when=2.0)
-    assert told.record is not None
-    told.record["told"] = TOLD
-    verdict = judge([ending(3, 1, GLOO, when=1.0), told], out_of_memory=False)
+    diagnosed = ending(5, 1, GLOO, when=2.0)
+    assert diagnosed.record is not None
+    diagnosed.record["told"] = DIAGNOSIS
+    verdict = judge([ending(3, 1, GLOO, when=1.0), diagnosed], out_of_memory=False)
     drawn = panel(verdict, machine_rank=0, num_machines=2, logs=None).splitlines()
     assert drawn[2].startswith(" rank 4 has left: its script has ended, and rank 5 waits for it in gather()")
     assert "another machine" not in "".join(drawn)

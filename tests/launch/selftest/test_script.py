@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.launch.selftest.checks import CHECKS
-from accelerate.launch.selftest.speed import FACTS
+from accelerate.launch.selftest.speed import MEASUREMENTS
 from tests import warm
 from tests.launching import run_accelerate
 from tests.ranks.pool import free_port
@@ -42,7 +42,7 @@ def test_a_healthy_machine_passes(world_size: int) -> None:
     ran = run(world_size, "-m", "accelerate.launch.selftest.script")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     marks = {name: mark for name, (mark, _) in rows(ran.stdout).items()}
-    assert marks == dict.fromkeys(CHECKS, "✓") | dict.fromkeys(FACTS, "·")
+    assert marks == dict.fromkeys(CHECKS, "✓") | dict.fromkeys(MEASUREMENTS, "·")
     assert len(rows(ran.stdout)) == ran.stdout.count(" ms  "), "rank 0 alone prints"
     processes = "2 processes" if world_size == 2 else "1 process"
     (seconds,) = re.findall(rf"^passed: {len(CHECKS)} checks on {processes} in ([\d.]+) s$", ran.stdout, re.MULTILINE)
@@ -87,7 +87,7 @@ def test_a_fault_on_one_rank_is_named_and_the_rest_still_runs(moment: str, tmp_p
     ran = run_with(fault, tmp_path)
     assert ran.returncode == 1
     marks = {name: mark for name, (mark, _) in rows(ran.stdout).items()}
-    assert marks == dict.fromkeys(CHECKS, "✓") | dict.fromkeys(FACTS, "·") | {"reduce": "✗"}
+    assert marks == dict.fromkeys(CHECKS, "✓") | dict.fromkeys(MEASUREMENTS, "·") | {"reduce": "✗"}
     assert rows(ran.stdout)["reduce"][1].startswith("failed on rank 1")
     reasons = re.findall(r"^    rank (\d): (.*)$", ran.stdout, re.MULTILINE)
     assert reasons[0][0] == "1"

@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-class _FlagsAfterIt(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """Refuse flags before a subcommand: argparse would forget them without a word."""
+class _FlagsAfterSubcommand(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Refuse flags before a subcommand: argparse would drop them silently."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if getattr(namespace, GIVEN, None) or namespace.config_file is not None or namespace.overwrite:
@@ -33,10 +33,14 @@ class _FlagsAfterIt(argparse._SubParsersAction):  # type: ignore[type-arg]
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb with its subcommands, alone or as one of the command's verbs."""
+    """Return the parser of the verb with its subcommands, standalone or as a subcommand of `accelerate`."""
     parser = config_command_parser(subparsers)
     subcommands = parser.add_subparsers(
-        title="subcommands", dest="subcommand", metavar="{default,update}", prog=parser.prog, action=_FlagsAfterIt
+        title="subcommands",
+        dest="subcommand",
+        metavar="{default,update}",
+        prog=parser.prog,
+        action=_FlagsAfterSubcommand,
     )
     default_command_parser(subcommands)
     update_command_parser(subcommands)
@@ -49,7 +53,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     args = get_config_parser().parse_args()
     args.run(args)
 

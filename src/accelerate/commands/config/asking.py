@@ -1,4 +1,4 @@
-"""The three kinds of question that the wizard asks. An interrupt leaves them as KeyboardInterrupt or EOFError."""
+"""The prompts of `accelerate config`. An interrupt raises KeyboardInterrupt or EOFError."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[str], "str | None"]
-"""Returns what is wrong with a typed answer, or None."""
+"""Returns what is wrong with an answer, or None."""
 
 _CHOOSE = "(arrow keys, or type to narrow)"
 _CHOOSE_SOME = "(space chooses, Enter goes on)"
@@ -22,7 +22,7 @@ def choose(question: str, choices: Mapping[str, str], default: str, missing: Map
         *(Choice(answer, value=answer, disabled=reason) for answer, reason in missing.items()),
     ]
     while True:
-        # Arrow keys step over what is disabled; a search that finds nothing else does not (questionary 2.1).
+        # Arrow keys skip disabled choices; a search can still select one (questionary 2.1).
         asked = select(question, listed, default, use_jk_keys=False, use_search_filter=True, instruction=_CHOOSE)
         answer = str(asked.unsafe_ask())
         if answer not in missing:
@@ -45,8 +45,8 @@ def confirm(question: str) -> bool:
     return bool(yes_or_no(question).unsafe_ask())
 
 
-def write(question: str, default: str | None = None, check: Check | None = None) -> str:
-    """Ask for a word; Enter alone means the default, which is shown."""
+def prompt(question: str, default: str | None = None, check: Check | None = None) -> str:
+    """Ask for text; Enter alone returns the default, which is shown."""
     from questionary import text
 
     def validate(typed: str) -> Any:
@@ -72,4 +72,4 @@ def count(question: str, default: int, *, low: int = 1, high: int | None = None,
             return f"Type a multiple of {multiple_of}: the processes are shared out evenly among the machines."
         return None
 
-    return int(write(question, str(default), check))
+    return int(prompt(question, str(default), check))

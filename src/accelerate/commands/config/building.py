@@ -1,4 +1,4 @@
-"""From answers or flags to a configuration file, and from a file back to the flags that say the same."""
+"""Build a configuration file from answers or flags, and the equivalent flags from a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import UnsupportedSettingError
 from ...launch.devices import count_accelerators
 from .config_args import ClusterConfig
 
-# Every option of a launch that has a place in a file. Those of engines are taken too, but are not shown in the help.
+# Every option of a launch that has a key in a file. Options of engines are accepted, but hidden in the help.
 FLAGS = tuple(
     option if option.engine is None else replace(option, help=argparse.SUPPRESS)
     for option in OPTIONS
@@ -27,7 +27,7 @@ _IN_CAPITALS = frozenset({"dynamo_backend", "fp8_backend"})
 
 
 def config_from_options(values: Mapping[str, Any]) -> ClusterConfig:
-    """Build a file's contents from option names and values; what is not said comes from what this machine has."""
+    """Build a file's contents from option names and values; the rest comes from the hardware of this machine."""
     if values.get("cpu") and values.get("multi_gpu"):
         raise ValueError("--cpu and --multi_gpu contradict each other: leave one of them out.")
     kind = next((kind for kind, switch in SWITCH_OF_KIND.items() if values.get(switch)), None)
@@ -39,7 +39,7 @@ def config_from_options(values: Mapping[str, Any]) -> ClusterConfig:
     _check_numbers(processes, machines, values.get("machine_rank", 0))
     contents: dict[str, Any] = {"use_cpu": cpu, "num_processes": processes, "mixed_precision": "no", "debug": False}
     for name, value in values.items():
-        _put(contents, BY_NAME[name], value)
+        _set_key(contents, BY_NAME[name], value)
     if kind is None:
         several = processes != 1 or machines > 1 or values.get("multi_gpu")
         kind = _data_parallelism(cpu, accelerators) if several else DistributedType.NO.value
@@ -51,7 +51,7 @@ def _one_per_device(ids: str | None, accelerators: int, machines: int, cpu: bool
         return machines
     if ids not in (None, "all"):
         return len(str(ids).split(",")) * machines
-    return accelerators * machines or -1  # -1, as published: as many as there will be where it is launched
+    return accelerators * machines or -1  # -1, as published: one per accelerator of the machine that launches
 
 
 def _check_numbers(processes: int, machines: int, rank: int) -> None:
@@ -67,7 +67,7 @@ def _check_numbers(processes: int, machines: int, rank: int) -> None:
 
 
 def _data_parallelism(cpu: bool, accelerators: int) -> str:
-    """Return the published name of data parallelism on what this machine has."""
+    """Return the `distributed_type` of data parallelism on this machine."""
     if cpu:
         return DistributedType.MULTI_CPU.value
     if accelerators == 0:  # a file for another machine
@@ -77,8 +77,8 @@ def _data_parallelism(cpu: bool, accelerators: int) -> str:
     return distributed_type_of(default_device()).value
 
 
-def _put(contents: dict[str, Any], option: Option, value: Any) -> None:
-    """Put an option where it stands in a file, in the form in which accelerate 1.15 writes it."""
+def _set_key(contents: dict[str, Any], option: Option, value: Any) -> None:
+    """Set the key of an option, in the form in which accelerate 1.15 writes it."""
     if option.yaml is None:
         return
     section, _, key = option.yaml.rpartition(".")
@@ -96,8 +96,8 @@ def _put(contents: dict[str, Any], option: Option, value: Any) -> None:
     contents.setdefault(section, {})[key] = value
 
 
-def objections_to(file: ConfigFile) -> list[str]:
-    """Return a sentence for what this version will refuse to launch, else for what it will not read."""
+def launch_problems(file: ConfigFile) -> list[str]:
+    """Return a message if this version cannot launch the file, else one for each value without effect."""
     from ...config.launch.settings import LaunchSettings
 
     settings = LaunchSettings.resolve(file.values, file)
@@ -109,21 +109,21 @@ def objections_to(file: ConfigFile) -> list[str]:
 
 
 def launch_by_file(file: ConfigFile) -> str:
-    """Return the command that launches by a file."""
+    """Return the command that launches with a file."""
     return _command([] if file.path == default_config_path() else ["--config_file", str(file.path)])
 
 
 def launch_by_flags(file: ConfigFile) -> str:
-    """Return the command that says by flags what a file says."""
+    """Return the command whose flags are equivalent to a file."""
     defaults = {**vars(ClusterConfig("LOCAL_MACHINE", "NO", "no", False, False)), "gpu_ids": "all"}
-    if "main_process_ip" in file.values:  # started by hand on each machine, which has to say which one it is
+    if "main_process_ip" in file.values:  # launched by hand on each machine, with its own rank
         del defaults["machine_rank"]
-    said = {}
+    given = {}
     for option in OPTIONS:
         value = file.values.get(option.name)
         if value is not None and value is not False and value not in (option.default, defaults.get(option.yaml or "")):
-            said[option.name] = value
-    return _command(as_flags(said))
+            given[option.name] = value
+    return _command(as_flags(given))
 
 
 def _command(flags: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The questions of `accelerate config`: few, with what this machine has as the first suggestion."""
+"""The questions of `accelerate config`. Defaults come from the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def get_cluster_input() -> ClusterConfig:
 
 
 def ask() -> dict[str, Any]:
-    """Ask only what matters after the answers so far; return option names and values."""
+    """Ask only what depends on the answers so far; return option names and values."""
     accelerators = count_accelerators()
     on_cpu = _device(accelerators) == "cpu"
     answers: dict[str, Any] = {"cpu": True} if on_cpu else {"gpu_ids": "all"}
     machines = asking.count("How many machines?", 1)
     if machines > 1:
-        answers |= {"num_machines": machines, **_meeting(machines)}
+        answers |= {"num_machines": machines, **_rendezvous(machines)}
     elif accelerators > 1 and not on_cpu:
-        answers["gpu_ids"] = _which(accelerators)
+        answers["gpu_ids"] = _device_ids(accelerators)
     answers["num_processes"] = _processes(answers, accelerators)
     answers["mixed_precision"] = asking.choose(
         "Which number format for the forward pass?",
@@ -73,9 +73,9 @@ def _device(accelerators: int) -> str:
     )
 
 
-def _meeting(machines: int) -> dict[str, Any]:
-    """Ask how the machines find each other."""
-    from ...launch.plan import PORT_OF_SEVERAL_MACHINES
+def _rendezvous(machines: int) -> dict[str, Any]:
+    """Ask for the rendezvous of the machines."""
+    from ...launch.plan import DEFAULT_MASTER_PORT
 
     started_by = asking.choose(
         "Who starts the processes on each machine?",
@@ -89,14 +89,14 @@ def _meeting(machines: int) -> dict[str, Any]:
     if started_by == "slurm":
         return {}
     here = (
-        {"mpirun_hostfile": asking.write("Which file names the hosts?")}
+        {"mpirun_hostfile": asking.prompt("Which file names the hosts?")}
         if started_by == "mpirun"
         else {"machine_rank": asking.count("Which machine is this one, from 0?", 0, low=0, high=machines - 1)}
     )
     return {
         **here,
-        "main_process_ip": asking.write("Address of machine 0, as the others see it?", check=_no_spaces),
-        "main_process_port": asking.count("Port on machine 0?", PORT_OF_SEVERAL_MACHINES, high=65535),
+        "main_process_ip": asking.prompt("Address of machine 0, as the others see it?", check=_no_spaces),
+        "main_process_port": asking.count("Port on machine 0?", DEFAULT_MASTER_PORT, high=65535),
     }
 
 
@@ -104,7 +104,7 @@ def _no_spaces(address: str) -> str | None:
     return "Type one address or host name." if len(address.split()) > 1 else None
 
 
-def _which(accelerators: int) -> str:
+def _device_ids(accelerators: int) -> str:
     def check(typed: str) -> str | None:
         ids = typed.split(",")
         if typed == "all":
@@ -114,7 +114,7 @@ def _which(accelerators: int) -> str:
         beyond = [word for word in ids if int(word) >= accelerators]
         return f"There is no {beyond[0]}: they count from 0 to {accelerators - 1}." if beyond else None
 
-    return asking.write("Which accelerators, as 0,1 or all?", "all", check)
+    return asking.prompt("Which accelerators, as 0,1 or all?", "all", check)
 
 
 def _processes(answers: dict[str, Any], accelerators: int) -> int:
@@ -147,7 +147,7 @@ def _extras() -> dict[str, Any]:
     if "max_restarts" in chosen:
         answers["max_restarts"] = asking.count("How many times at most?", 3)
     if "log_dir" in chosen:
-        answers["log_dir"] = asking.write("Which folder?", "logs")
+        answers["log_dir"] = asking.prompt("Which folder?", "logs")
     if "dynamo_backend" in chosen:
         answers["dynamo_backend"] = "inductor"
     return answers | (_fsdp() if "use_fsdp" in chosen else {})

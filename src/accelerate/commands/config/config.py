@@ -9,18 +9,18 @@ from typing import Any
 
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import spellings
-from ...config.launch.parser import typed, verb_parser
-from .building import FLAGS, launch_by_file, launch_by_flags, objections_to
+from ...config.launch.parser import explicit_options, verb_parser
+from .building import FLAGS, launch_by_file, launch_by_flags, launch_problems
 from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags
-from .telling import complain, errors_are_told
+from .telling import exit_on_errors, print_error
 
 _DESCRIPTION = (
     "Answer questions and write the answers to the file that `accelerate launch` reads. With flags, nothing is "
     "asked and their values are written."
 )
 INTERRUPTED = 130
-"""As a shell reports a program that was ended by Ctrl-C."""
+"""As a shell reports a program that Ctrl-C has ended."""
 
 
 def get_user_input() -> ClusterConfig:
@@ -32,17 +32,17 @@ def get_user_input() -> ClusterConfig:
 
 def config_command(args: argparse.Namespace) -> None:
     """Run `accelerate config`: by flags where there are any, else by questions."""
-    if typed(args, FLAGS):
+    if explicit_options(args, FLAGS):
         write_by_flags(args, args.config_file)
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        complain(
+        print_error(
             "there is no terminal to ask questions on. Write a file with `accelerate config default`, with flags for "
             "what it should say, such as `accelerate config default --cpu --num_processes 2`."
         )
         raise SystemExit(2)
     path = Path(args.config_file or default_config_path()).expanduser()
-    with errors_are_told():
+    with exit_on_errors():
         try:
             _ask_and_write(path, overwrite=getattr(args, "overwrite", False))
         except (KeyboardInterrupt, EOFError) as interrupt:
@@ -61,12 +61,12 @@ def _ask_and_write(path: Path, *, overwrite: bool) -> None:
     print(f"\nWrote {path}:\n")
     print("\n".join(f"    {line}" for line in lines))
     print(f"\nLaunch by it:\n\n    {launch_by_file(file)}\n\nor, without a file:\n\n    {launch_by_flags(file)}\n")
-    for objection in objections_to(file):
-        complain(objection)
+    for problem in launch_problems(file):
+        print_error(problem)
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "config", _DESCRIPTION)
     parser.add_argument(
         *spellings("config_file"), metavar="FILE", help="file to write; by default the file that every launch reads"
@@ -78,7 +78,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run `accelerate config` alone, without its subcommands."""
+    """Run `accelerate config` as a program of its own, without subcommands."""
     config_command(config_command_parser().parse_args())
 
 

@@ -1,4 +1,4 @@
-"""The published classes for what a configuration file says. Reading and writing is `accelerate.config.files`."""
+"""The published classes of configuration files. `accelerate.config.launch.files` reads and writes them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ default_yaml_config_file = str(config_folder() / "default_config.yaml")
 default_json_config_file = default_yaml_config_file  # published so: JSON is YAML too
 default_config_file = str(default_config_path())
 
-# What a file need not say.
+# Defaults of keys that a file may leave out.
 _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": None, "use_cpu": False, "debug": False}
 
 
 @dataclass
 class BaseConfig:
-    """What every configuration file says."""
+    """The keys of every configuration file."""
 
     compute_environment: str
     distributed_type: DistributedType | str
@@ -49,7 +49,7 @@ class BaseConfig:
                 setattr(self, item.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain keys and values, as they stand in a file: without None and without empty sections."""
+        """Return plain keys and values as in a file: without None and without empty sections."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             name: value.value if isinstance(value, Enum) else value
@@ -59,12 +59,12 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> Self:
-        """Read a file, by default the default one; keys that nobody reads are warned about."""
+        """Read a configuration file, by default the default one; warn of unknown keys."""
         return _built(_read(yaml_file), cls)
 
     @classmethod
     def from_json_file(cls, json_file: str | Path | None = None) -> Self:
-        """Read a file, by default the default one; keys that nobody reads are warned about."""
+        """Read a configuration file, by default the default one; warn of unknown keys."""
         return _built(_read(json_file), cls)
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
@@ -106,7 +106,7 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
-    # From here on this library's own: accelerate 1.15 refuses a file that has them, so they are written when asked for.
+    # Keys of this library only. accelerate 1.15 refuses a file that has them, so they are written only if set.
     rdzv_conf: str | None = None
     max_restarts: int | None = None
     monitor_interval: float | None = None
@@ -145,7 +145,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | SageMakerConfig:
-    """Read a file, by default the default one; keys that nobody reads are warned about."""
+    """Read a configuration file, by default the default one; warn of unknown keys."""
     file = _read(config_file)
     return _built(file, config_class_of(file))
 
@@ -166,7 +166,7 @@ def config_class_of(file: ConfigFile) -> type[ClusterConfig] | type[SageMakerCon
 
 
 def remarks_on(file: ConfigFile, config_class: type[BaseConfig]) -> list[str]:
-    """Return a sentence for every key that nobody reads, and for every one that has no place in this kind of file."""
+    """Return a message for every unknown key, and for every key that this kind of file does not have."""
     misplaced = (key for key in file.contents if key in KNOWN_KEYS - keys_of(config_class))
     return [
         *file.unknown,
@@ -180,11 +180,11 @@ def keys_of(config_class: type[BaseConfig]) -> frozenset[str]:
 
 
 def config_of(file: ConfigFile, config_class: type[Config]) -> Config:
-    """Return what a file says, with defaults for what it leaves out."""
+    """Return the config of a file, with defaults for missing keys."""
     own = keys_of(config_class)
-    said = {key: value for key, value in file.contents.items() if key in own and value is not None}
+    given = {key: value for key, value in file.contents.items() if key in own and value is not None}
     kind = distributed_kind(file.contents)
-    values = {**_DEFAULTS, **({"num_processes": 1} if kind == "NO" and "num_processes" in own else {}), **said}
+    values = {**_DEFAULTS, **({"num_processes": 1} if kind == "NO" and "num_processes" in own else {}), **given}
     values["distributed_type"] = kind
     if values["mixed_precision"] is False:  # YAML reads an unquoted `no` as False
         values["mixed_precision"] = "no"

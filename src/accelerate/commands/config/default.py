@@ -1,4 +1,4 @@
-"""`accelerate config default`: write a file without asking anything."""
+"""`accelerate config default`: write a file without questions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import BY_NAME, spellings
-from ...config.launch.parser import add_options, typed
-from .building import FLAGS, config_from_options, launch_by_file, objections_to
+from ...config.launch.parser import add_options, explicit_options
+from .building import FLAGS, config_from_options, launch_by_file, launch_problems
 from .config_args import default_json_config_file
-from .telling import complain, errors_are_told
+from .telling import exit_on_errors, print_error
 
 _DESCRIPTION = "Write a configuration file without questions, from the hardware of this machine and the given flags."
 
@@ -40,20 +40,22 @@ def _write_unless_there(flags: Mapping[str, Any], path: Path, *, overwrite: bool
 
 
 def write_by_flags(args: argparse.Namespace, path: str | Path | None) -> None:
-    """Write a file from the flags of a command line, and say so."""
-    flags = typed(args, FLAGS)
-    with errors_are_told():
+    """Write a file from the flags of a command line, and print its path."""
+    flags = explicit_options(args, FLAGS)
+    with exit_on_errors():
         written = _write_unless_there(
             flags, Path(path or default_config_path()), overwrite=getattr(args, "overwrite", False)
         )
         if written is None:
-            if set(flags) - {"mixed_precision"}:  # something was asked for and not done; as published, else no failure
+            if set(flags) - {
+                "mixed_precision"
+            }:  # given flags were not written; without flags it is no failure, as published
                 raise SystemExit(1)
             return
         file = read_config(written)
         print(f"Wrote {written}. Launch by it: {launch_by_file(file)}")
-        for objection in objections_to(file):
-            complain(objection)
+        for problem in launch_problems(file):
+            print_error(problem)
 
 
 def default_config_command(args: argparse.Namespace) -> None:
@@ -62,7 +64,7 @@ def default_config_command(args: argparse.Namespace) -> None:
 
 
 def add_writing_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--overwrite` and a flag for everything that a file can say."""
+    """Add `--overwrite` and a flag for every key of a file."""
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.epilog = "The flags of engines, which `accelerate launch --help` lists, are taken too."
     add_options(parser, FLAGS)

@@ -1,4 +1,4 @@
-"""What the command says when something is wrong."""
+"""Print the errors of `accelerate config`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def complain(sentence: str) -> None:
-    """Print a sentence where errors go."""
-    print(f"accelerate config: {sentence}", file=sys.stderr)
+def print_error(message: str) -> None:
+    """Print a message to stderr."""
+    print(f"accelerate config: {message}", file=sys.stderr)
 
 
 @contextmanager
-def errors_are_told() -> Iterator[None]:
-    """Turn errors that a person can mend into a sentence and the exit code 2."""
+def exit_on_errors() -> Iterator[None]:
+    """Print errors that a user can fix, and exit with code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
-        complain(str(error))
+        print_error(str(error))
         raise SystemExit(2) from error

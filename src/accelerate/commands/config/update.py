@@ -1,4 +1,4 @@
-"""`accelerate config update`: bring a file of old into today's form."""
+"""`accelerate config update`: rewrite an old configuration file with the current keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ...config.launch.files import default_config_path, load_mapping, read_config, write_config
 from ...config.launch.options import spellings
 from .config_args import config_class_of, config_of, keys_of, remarks_on
-from .telling import complain, errors_are_told
+from .telling import exit_on_errors, print_error
 
 _DESCRIPTION = "Rewrite an old file with the current keys. Existing values stay; missing keys get their defaults."
 
@@ -19,20 +19,20 @@ def update_config(args: argparse.Namespace) -> str:
     config_class = config_class_of(file)
     contents = config_of(file, config_class).to_dict()
     for remark in remarks_on(file, config_class):
-        complain(remark)
+        print_error(remark)
     for key, value in file.contents.items():
         if key not in keys_of(config_class):
-            complain(f"left out `{key}: {value}`.")
+            print_error(f"left out `{key}: {value}`.")
     if contents != load_mapping(file.path):
         if any(line.lstrip().startswith("#") for line in file.path.read_text(encoding="utf-8").splitlines()):
-            complain(f"the comments in {file.path} were not kept.")
+            print_error(f"the comments in {file.path} were not kept.")
         write_config(file.path, contents)
     return str(file.path)
 
 
 def update_config_command(args: argparse.Namespace) -> None:
     """Run `accelerate config update`."""
-    with errors_are_told():
+    with exit_on_errors():
         print(f"{update_config(args)} is up to date.")
 
 

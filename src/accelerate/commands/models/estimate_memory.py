@@ -1,4 +1,4 @@
-"""`accelerate estimate-memory`: what a model takes, before it is loaded anywhere."""
+"""`accelerate estimate-memory`: estimate the memory of a model without loading it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(
         subparsers,
         "estimate-memory",
@@ -82,7 +82,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Estimate, and print tables."""
+    """Estimate, and print tables or JSON."""
     from ...inference.estimating.definitions import DefinitionError
 
     try:
@@ -136,7 +136,7 @@ def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, st
 
 
 def _as_given(batch: Batch) -> Any:
-    """Return a batch in the form that the user's function gave it."""
+    """Return a batch in the form that the user's function returned."""
     if batch.kwargs:
         return dict(batch.kwargs)
     return batch.args[0] if len(batch.args) == 1 else batch.args
@@ -148,7 +148,7 @@ def _spread(args: argparse.Namespace) -> Spread:
     return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
 
 
-# --- What is printed --------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> dict[str, Any]:
@@ -216,35 +216,49 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
 
 
 def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
-    from ...inference.quantized import layers_to_convert
+    name = estimates[0].largest_layer_name or type(model).__name__
+    return [
+        *_activation_notes(args, estimates),
+        *_mixed_precision_notes(estimates),
+        *_quantization_notes(args, model, estimates),
+        f"The largest layer is {name}. 1 GB is 10^9 bytes.",
+    ]
 
-    notes = []
+
+def _activation_notes(args: argparse.Namespace, estimates: list[Estimate]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for found in estimates:
         if found.left_out is not None:
             reasons.setdefault(found.left_out, []).append(found.dtype)
+    if not reasons:
+        samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
+        return [f"The batch has {samples}; what autograd keeps of it was measured, without numbers."]
+    notes = []
     for reason, dtypes in reasons.items():
         which = "The totals" if len(dtypes) == len(estimates) else f"The totals of {' and '.join(dtypes)}"
         notes.append(f"{which} are without activations: {reason}.")
-    if len(reasons) == 0:
-        samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
-        notes.append(f"The batch has {samples}; what autograd keeps of it was measured, without numbers.")
-    mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
-    if mixed:
-        notes.append(
-            f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."
-        )
-    quantized = [found.dtype for found in estimates if found.training is None]
-    if quantized and not layers_to_convert(model):
-        notes.append(f"{' and '.join(quantized)}: no linear layer can be quantised, so all is in float16.")
-    elif quantized:
-        notes.append(
-            f"{' and '.join(quantized)}: linear layers as bitsandbytes stores them, the rest in float16; for inference"
-            f"{', and never sharded' if args.fsdp else ''}."
-        )
-    name = estimates[0].largest_layer_name
-    notes.append(f"The largest layer is {name or type(model).__name__}. 1 GB is 10^9 bytes.")
     return notes
+
+
+def _mixed_precision_notes(estimates: list[Estimate]) -> list[str]:
+    mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
+    if not mixed:
+        return []
+    return [f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."]
+
+
+def _quantization_notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
+    from ...inference.quantized import layers_to_convert
+
+    quantized = [found.dtype for found in estimates if found.training is None]
+    if not quantized:
+        return []
+    if not layers_to_convert(model):
+        return [f"{' and '.join(quantized)}: no linear layer can be quantised, so all is in float16."]
+    return [
+        f"{' and '.join(quantized)}: linear layers as bitsandbytes stores them, the rest in float16; for inference"
+        f"{', and never sharded' if args.fsdp else ''}."
+    ]
 
 
 def _size(size: int | None) -> str:
@@ -263,5 +277,5 @@ def _table(title: str, headers: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     estimate_command(estimate_command_parser().parse_args())

@@ -1,4 +1,4 @@
-"""`accelerate merge-weights`: a sharded model as files that every tool reads."""
+"""`accelerate merge-weights`: merge a sharded checkpoint into plain model files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...config.launch.parser import verb_parser
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "merge-weights")
     parser.add_argument("checkpoint_directory", help="a checkpoint, or its pytorch_model_fsdp_0 folder")
     parser.add_argument("output_path", help="folder for model.safetensors")
@@ -28,7 +28,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge, and say what was written."""
+    """Merge, and print the output path."""
     from ...checkpoint.parts.fsdp_files import merge_fsdp_weights
 
     try:
@@ -44,5 +44,5 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     merge_command(merge_command_parser().parse_args())

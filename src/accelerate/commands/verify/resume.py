@@ -1,4 +1,4 @@
-"""`accelerate verify-resume`: run a script whole, and again with a kill and a resume, and compare every step."""
+"""`accelerate verify-resume`: compare an uninterrupted run with one that was killed and resumed, step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
-from ..launch import add_launch_options, add_script, launch_words
+from ..launch import add_launch_options, add_script, launch_flags
 
 _DESCRIPTION = (
     "Run a script for some steps. Run it again, kill it in the middle and restart it. Compare the loss, the "
@@ -23,7 +23,7 @@ _DESCRIPTION = (
 
 
 def verify_resume_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "verify-resume", _DESCRIPTION)
     parser.usage = (
         "accelerate verify-resume [--steps N] [--kill_at K] [options of accelerate launch] SCRIPT [ARGUMENTS]"
@@ -47,22 +47,22 @@ def add_parser(verbs: Any) -> None:
 
 
 def verify_resume_command(args: argparse.Namespace) -> None:
-    """Run the script three times and say whether the resume is a resume."""
+    """Run the script three times and report whether the resumed run equals the uninterrupted one."""
     kill_at = args.steps // 2 if args.kill_at is None else args.kill_at
     if not 0 < kill_at < args.steps:
         raise SystemExit(f"accelerate verify-resume: --kill_at {kill_at} must lie between 0 and --steps {args.steps}.")
-    words = [*launch_words(args), args.training_script, *args.training_script_args]
+    words = [*launch_flags(args), args.training_script, *args.training_script_args]
     with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as folder:
         whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
         whole.mkdir()
         resumed.mkdir()
-        _say(f"{args.steps} steps without interruption …")
+        _print(f"{args.steps} steps without interruption …")
         _run(words, whole, args.steps, None)
-        _say(f"again, killed after step {kill_at} …")
+        _print(f"again, killed after step {kill_at} …")
         _run(words, resumed, args.steps, kill_at)
-        _say("and started once more …")
+        _print("and started once more …")
         _run(words, resumed, args.steps, None)
-        raise SystemExit(_judge(whole, resumed, args.steps, kill_at))
+        raise SystemExit(_compare(whole, resumed, args.steps, kill_at))
 
 
 def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> None:
@@ -80,29 +80,29 @@ def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> 
         raise SystemExit(f"accelerate verify-resume: the script cannot be compared: {expected}.")
 
 
-def _judge(whole: Path, resumed: Path, steps: int, kill_at: int) -> int:
+def _compare(whole: Path, resumed: Path, steps: int, kill_at: int) -> int:
     from ...checkpoint.trace import first_difference
 
     ranks = sorted(int(file.stem.removeprefix("rank_")) for file in whole.glob("rank_*.jsonl"))
     if not ranks:
-        _say("no backward pass was seen: does the script call accelerator.backward?")
+        _print("no backward pass was seen: does the script call accelerator.backward?")
         return 2
     marks = [resumed / f"rank_{rank}.resumed" for rank in ranks]
     if not all(mark.is_file() for mark in marks):
-        _say(f"the second start did not load a checkpoint. Was one saved before step {kill_at}, and does the script "
-             "call accelerator.resume() or load_state?")  # fmt: skip
+        _print(f"the second start did not load a checkpoint. Was one saved before step {kill_at}, and does the script "
+               "call accelerator.resume() or load_state?")  # fmt: skip
         return 2
     after = min(int(mark.read_text(encoding="utf-8")) for mark in marks)
     differences = [found for rank in ranks if (found := first_difference(whole, resumed, rank, after)) is not None]
     if not differences:
-        _say(f"exact: steps {after + 1} to {steps} after the resume are bit for bit those of the uninterrupted run, "
-             f"on {len(ranks)} process(es).")  # fmt: skip
+        _print(f"exact: steps {after + 1} to {steps} after the resume are bit for bit those of the uninterrupted run, "
+               f"on {len(ranks)} process(es).")  # fmt: skip
         return 0
     first = min(differences, key=lambda difference: difference.step)
-    _say(f"NOT the same: killed after step {kill_at}, resumed from step {after}; at step {first.step} on rank "
-         f"{first.rank} these differ: {', '.join(first.fields)}.")  # fmt: skip
+    _print(f"NOT the same: killed after step {kill_at}, resumed from step {after}; at step {first.step} on rank "
+           f"{first.rank} these differ: {', '.join(first.fields)}.")  # fmt: skip
     return 1
 
 
-def _say(sentence: str) -> None:
-    print(f"accelerate verify-resume: {sentence}", flush=True)
+def _print(message: str) -> None:
+    print(f"accelerate verify-resume: {message}", flush=True)

@@ -1,4 +1,4 @@
-"""Which charts there are, in which order, and the curves of the runs in each, for the page and the terminal."""
+"""Arrange the metrics of runs as charts, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Chart:
 
     @property
     def better(self) -> int:
-        """-1 where less is better, 1 where more is, 0 where nobody can say."""
+        """-1 if lower is better, 1 if higher is better, 0 if unknown."""
         return {LOSS: -1, SCORE: 1}.get(self.kind, 0)
 
 
@@ -49,7 +49,7 @@ def kind_of(name: str) -> int:
 
 
 def charts_of(runs: Sequence[Run], wanted: Sequence[str] = ()) -> list[Chart]:
-    """Return the charts of some runs, neighbours of one group side by side."""
+    """Return the charts of some runs; charts of one group are adjacent."""
     charts: dict[tuple[bool, str], Chart] = {}
     for number, run in enumerate(runs):
         for name, series in run.scalars.items():
@@ -65,7 +65,7 @@ def charts_of(runs: Sequence[Run], wanted: Sequence[str] = ()) -> list[Chart]:
         for name, series in run.system.items():
             points = series.points()
             if not points.value.any():
-                continue  # no such device: a flat line at zero tells nothing
+                continue  # no such device: all values are zero
             if kind_of(name) == MEMORY:
                 points, title = points._replace(value=points.value / GIB), f"{name} (GiB)"
             else:
@@ -84,12 +84,12 @@ def matches(name: str, wanted: Iterable[str]) -> bool:
 
 
 def _in_order(charts: Iterable[Chart]) -> list[Chart]:
-    """Sort by kind, but keep a group together, at the place of its first chart."""
+    """Sort by kind, but keep a group together, at the position of its first chart."""
     ordered = sorted(charts, key=lambda chart: chart.kind)
-    places: dict[str, int] = {}
-    for place, chart in enumerate(ordered):
-        places.setdefault(chart.group, place)
-    return sorted(ordered, key=lambda chart: places[chart.group])
+    positions: dict[str, int] = {}
+    for position, chart in enumerate(ordered):
+        positions.setdefault(chart.group, position)
+    return sorted(ordered, key=lambda chart: positions[chart.group])
 
 
 def throughput(progress: Points) -> Points:

@@ -1,4 +1,4 @@
-"""`accelerate report`: what `log_with="jsonl"` wrote, as one HTML page, or live in the terminal."""
+"""`accelerate report`: show runs of `log_with="jsonl"` as one HTML page, or live in the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ... import __version__
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
 
-DEFAULT_PLACE = "runs"
+DEFAULT_RUN_DIR = "runs"
 _PAGE = "report.html"
 _DESCRIPTION = (
     'Show runs that were logged with log_with="jsonl", as one HTML page with interactive charts, which needs no '
@@ -23,11 +23,11 @@ _DESCRIPTION = (
 
 
 def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "report", _DESCRIPTION)
     parser.add_argument(
         "run_dirs", nargs="*", metavar="RUN_DIR",
-        help=f"folder of a run, or a parent folder of several runs; default: {DEFAULT_PLACE}",
+        help=f"folder of a run, or a parent folder of several runs; default: {DEFAULT_RUN_DIR}",
     )  # fmt: skip
     parser.add_argument(
         "-o",
@@ -62,15 +62,15 @@ def report_command(args: argparse.Namespace) -> None:
     """Write the page, or show the runs live."""
     from . import ReportError
 
-    places = [Path(place) for place in args.run_dirs or [DEFAULT_PLACE]]
+    paths = [Path(path) for path in args.run_dirs or [DEFAULT_RUN_DIR]]
     try:
         if args.live:
             _refuse_with_live(args)
             from .terminal.live import show_live
 
-            show_live(places, interval=args.interval, wanted=args.metric, waits=not args.run_dirs)
+            show_live(paths, interval=args.interval, wanted=args.metric, waits=not args.run_dirs)
         else:
-            _write_page(args, places)
+            _write_page(args, paths)
     except ReportError as error:
         raise SystemExit(f"accelerate report: {error}") from None
 
@@ -81,15 +81,15 @@ def _refuse_with_live(args: argparse.Namespace) -> None:
             raise SystemExit(f"accelerate report: --{name} is for the page, --live shows none. Leave one of them out.")
 
 
-def _write_page(args: argparse.Namespace, places: list[Path]) -> None:
+def _write_page(args: argparse.Namespace, paths: list[Path]) -> None:
     from .page.page import build_page
     from .runs.finding import read_runs
 
     began = time.monotonic()
-    runs = list(read_runs(places))
+    runs = list(read_runs(paths))
     page = build_page(runs, version=__version__, points=args.points, wanted=args.metric)
-    file = _page_file(args.output, places[0])
-    _write_whole(file, page)
+    file = _page_file(args.output, paths[0])
+    _write_atomically(file, page)
     values = sum(len(series) for run in runs for series in run.scalars.values())
     size = file.stat().st_size
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.0f} kB"
@@ -104,25 +104,25 @@ def _write_page(args: argparse.Namespace, places: list[Path]) -> None:
             print(f"accelerate report: no browser was found; open {file} yourself.", file=sys.stderr)
 
 
-def _page_file(output: str | None, place: Path) -> Path:
+def _page_file(output: str | None, path: Path) -> Path:
     if output is None:
-        return (place if place.is_dir() else place.parent) / _PAGE
+        return (path if path.is_dir() else path.parent) / _PAGE
     return Path(output) / _PAGE if Path(output).is_dir() else Path(output)
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """Write beside and rename, so that a browser that reloads never sees half a page."""
+def _write_atomically(file: Path, text: str) -> None:
+    """Write a temporary file and rename it, so that a browser never reads half a page."""
     try:
-        handle, beside = tempfile.mkstemp(dir=file.parent, prefix=".report-", suffix=".html")
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".report-", suffix=".html")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
                 stream.write(text)
             umask = os.umask(0)
             os.umask(umask)
-            os.chmod(beside, 0o666 & ~umask)  # temporary files are private, a page is not
-            os.replace(beside, file)
+            os.chmod(temporary, 0o666 & ~umask)  # temporary files are private, a page is not
+            os.replace(temporary, file)
         except BaseException:
-            os.unlink(beside)
+            os.unlink(temporary)
             raise
     except OSError as error:
         reason = error.strerror or error
@@ -132,7 +132,7 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def seconds(word: str) -> float:
-    """Read a time between two looks."""
+    """Parse an update interval."""
     number = float(word)
     if not 0.05 <= number <= 86400:
         raise argparse.ArgumentTypeError(f"{word} is not a number of seconds from 0.05 on")
@@ -147,5 +147,5 @@ def _points(word: str) -> int:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     report_command(report_command_parser().parse_args())

@@ -1,4 +1,4 @@
-"""`accelerate watch`: which rank of a run is slow, and in which part of a step, live in the terminal."""
+"""`accelerate watch`: show the step time of every rank, by phase, live in the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
-from .report import DEFAULT_PLACE, seconds
+from .report import DEFAULT_RUN_DIR, seconds
 
 _DESCRIPTION = (
     'Show the step time of every rank, by phase, during a run that logs with log_with="jsonl" on '
@@ -17,11 +17,11 @@ _DESCRIPTION = (
 
 
 def watch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb, alone or as one of the command's verbs."""
+    """Return the parser of the verb, standalone or as a subcommand of `accelerate`."""
     parser = verb_parser(subparsers, "watch", _DESCRIPTION)
     parser.add_argument(
-        "run_dir", nargs="?", default=DEFAULT_PLACE, metavar="RUN_DIR",
-        help=f"folder of a run, or a parent folder, for the newest run in it; default: {DEFAULT_PLACE}",
+        "run_dir", nargs="?", default=DEFAULT_RUN_DIR, metavar="RUN_DIR",
+        help=f"folder of a run, or a parent folder, for the newest run in it; default: {DEFAULT_RUN_DIR}",
     )  # fmt: skip
     parser.add_argument(
         *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS", help="update interval; default: 1"
@@ -36,7 +36,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def watch_command(args: argparse.Namespace) -> None:
-    """Show the ranks."""
+    """Show the step times of the ranks."""
     from . import ReportError
     from .terminal.ranks import show_ranks
 
@@ -47,5 +47,5 @@ def watch_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the verb alone."""
+    """Run the verb as a program of its own."""
     watch_command(watch_command_parser().parse_args())

@@ -1,4 +1,4 @@
-"""The configuration files of `accelerate config`: where they are, what they say, and which keys nobody reads."""
+"""Find, read and write the configuration files of `accelerate config`, and detect unknown keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..enums import DistributedType
 from ..environment import read
 from .options import AWS, BY_NAME, BY_YAML_KEY, DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TPU, Option, yes_no
 
-# Keys that say which kind of file this is, and keys that other commands read: known, but no option of a launch.
+# Keys for the kind of a file, and keys of other commands: known, but no options of a launch.
 KIND_KEYS = ("compute_environment", "distributed_type")
 OTHER_KEYS = (
     *("tpu_name", "tpu_zone", "command_file", "commands"),
@@ -30,7 +30,7 @@ SWITCH_OF_KIND = {
     "TPU": "tpu",
 }
 # A section is written for its engine; the value of an engine's section counts as a request for the engine.
-_SWITCHED_ON_BY_SECTION = {"parallelism_config": "use_parallelism_config"}
+_SWITCH_OF_SECTION = {"parallelism_config": "use_parallelism_config"}
 
 ENGINE_OF_SWITCH = {
     "use_fsdp": FSDP,
@@ -40,7 +40,7 @@ ENGINE_OF_SWITCH = {
     "tpu": TPU,
 }
 MISSING_ENGINES = {switch: ENGINE_OF_SWITCH[switch] for switch in ("use_megatron_lm", "tpu")}
-"""Those that can be asked for and that this version does not have."""
+"""Engines that can be requested and that this version does not support."""
 
 
 def config_folder() -> Path:
@@ -52,7 +52,7 @@ def config_folder() -> Path:
 
 
 def default_config_path() -> Path:
-    """Return the default file, which need not exist; a `.json` file of old is found too."""
+    """Return the default file, which need not exist; a `.json` file of an old version is found too."""
     yaml_file = config_folder() / "default_config.yaml"
     json_file = yaml_file.with_suffix(".json")
     return json_file if json_file.exists() and not yaml_file.exists() else yaml_file
@@ -60,23 +60,23 @@ def default_config_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """What one file says."""
+    """The contents of one file."""
 
     path: Path
     values: Mapping[str, Any]
     """Option name -> value, for every key that is an option of a launch."""
     keys: Mapping[str, str]
-    """Option name -> the key that said so."""
+    """Option name -> the key in the file."""
     kind: str = "LOCAL_MACHINE"
     unknown: tuple[str, ...] = ()
-    """A sentence for every key that nobody reads."""
+    """A message for every unknown key."""
     misspelt: tuple[str, ...] = ()
-    """Those of them about a key that is nearly a known one: the value was meant to count."""
+    """Those of them whose key is nearly a known one, and was probably meant."""
     contents: Mapping[str, Any] = field(default_factory=dict)
-    """The file as it stands, keys of old in today's form."""
+    """All keys and values, old keys renamed to the current ones."""
 
     def origin_of(self, option: str) -> str:
-        """Say where in the file an option was set."""
+        """Return the file and key in which an option is set."""
         return f"{self.path}: {self.keys[option]}"
 
 
@@ -91,7 +91,7 @@ def find_config(path: str | Path | None) -> ConfigFile | None:
 def read_config(path: str | Path) -> ConfigFile:
     """Read a YAML or JSON file, of this library or of accelerate 1.x."""
     path = Path(path).expanduser()
-    contents = _in_todays_keys(load_mapping(path))
+    contents = _migrate_old_keys(load_mapping(path))
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     unknown: list[str] = []
@@ -172,15 +172,15 @@ def write_config(path: str | Path, contents: Mapping[str, Any], *, as_json: bool
     return path
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean X?`, or nothing where no known word is near."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean X?`, or an empty string if no known word is similar."""
     import difflib
 
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def _in_todays_keys(contents: dict[str, Any]) -> dict[str, Any]:
+def _migrate_old_keys(contents: dict[str, Any]) -> dict[str, Any]:
     """Translate the two keys that files of accelerate 0.x have and 1.15 still reads."""
     if "fp16" in contents:
         fp16 = contents.pop("fp16")
@@ -224,7 +224,7 @@ def _apply_kind(contents: Mapping[str, Any], values: dict[str, Any], keys: dict[
     switches = {SWITCH_OF_KIND[kind]: "distributed_type"} if kind in SWITCH_OF_KIND else {}
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
         switches["multi_gpu"] = "distributed_type"
-    switches |= {switch: section for section, switch in _SWITCHED_ON_BY_SECTION.items() if contents.get(section)}
+    switches |= {switch: section for section, switch in _SWITCH_OF_SECTION.items() if contents.get(section)}
     for switch, key in switches.items():
         assert switch in BY_NAME
         values[switch], keys[switch] = True, key
@@ -242,17 +242,17 @@ def _check_kind(contents: Mapping[str, Any], path: Path) -> None:
     kind = distributed_kind(contents)
     if kind not in known and engine_of_kind(str(contents.get("compute_environment"))) is None:
         raise ValueError(
-            f"{path}: distributed_type: {kind!r} is unknown.{nearest(kind, known)} "
+            f"{path}: distributed_type: {kind!r} is unknown.{did_you_mean(kind, known)} "
             f"Choose one of {', '.join(dict.fromkeys(known))}."
         )
 
 
 def _unknown_key(path: Path, key: str) -> str:
-    return f"{path}: nobody reads the key `{key}`.{nearest(key, KNOWN_KEYS)}"
+    return f"{path}: nobody reads the key `{key}`.{did_you_mean(key, KNOWN_KEYS)}"
 
 
 def _is_misspelt(key: str, contents: Mapping[str, Any]) -> bool:
-    """Tell a key with a slip of the pen from one of another version: nearly all letters are those of an option."""
+    """Return whether a key is a typo, and not a key of another version: it nearly equals an option."""
     import difflib
 
     section, _, inner = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""The options of `accelerate launch` as plain data: flag, YAML key and environment variable stand in one row.
+"""The options of `accelerate launch` as plain data: flag, YAML key and environment variable in one row.
 
 The parser, the reader of YAML files, the variables of the child processes and `--explain` are all made from this table.
 """
@@ -14,12 +14,12 @@ from ..environment import str_to_bool
 
 
 def yes_no(word: str) -> bool:
-    """Read a yes/no word of the command line or of a variable."""
+    """Parse a yes/no word of the command line or of a variable."""
     return bool(str_to_bool(str(word), to_bool=True))
 
 
 def three_yes_no(words: str) -> tuple[bool, ...]:
-    """Read three yes/no words such as `true,false,false`, or one that stands for all three."""
+    """Parse three yes/no words such as `true,false,false`, or one for all three."""
     answers = tuple(yes_no(word) for word in str(words).strip("()").split(","))
     if len(answers) not in (1, 3):
         raise ValueError(f"{words!r} needs three words, such as true,false,false.")
@@ -40,11 +40,11 @@ class Option:
     spelled: str | None = None
     """The flag, where it differs from the name."""
     negation: str | None = None
-    """A flag that takes the switch back."""
+    """A flag that turns the switch off."""
     help: str
     group: str
     read: Callable[[str], Any] = str
-    """How a word becomes a value; for a switch, how its variable is read."""
+    """Parser of the value; for a switch, parser of its variable."""
     switch: bool = False
     """A flag without a value."""
     default: Any = None
@@ -65,7 +65,7 @@ class Option:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Say option names and values as words of a command line: the inverse of parsing it."""
+    """Return option names and values as words of a command line: the inverse of parsing."""
     words: list[str] = []
     for name, value in values.items():
         option = BY_NAME[name]

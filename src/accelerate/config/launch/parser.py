@@ -22,7 +22,7 @@ VERBS = {
     "watch": "show the step time of every rank, live in the terminal",
 }
 GIVEN = "_given"
-"""Attribute of the namespace: the names of the options that were typed."""
+"""Attribute of the namespace: the names of the options that were given."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """Exact flags only: `--num` is not `--num_processes`, and a script's own flags are left alone."""
 
     verb: Parser | None = None
-    """The parser of the verb that was typed."""
+    """The parser of the given verb."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -54,17 +54,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and what was probably meant, without the usage of a hundred options."""
-        from .files import nearest
+        """Print the error and the nearest known flag, without the usage of a hundred options."""
+        from .files import did_you_mean
 
-        asked = self if self.verb is None else self.verb  # argparse hands a verb's unknown words back to the command
+        asked = self if self.verb is None else self.verb  # argparse reports a verb's unknown words on the main parser
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             words = message[len(prefix) :].split()
             unknown = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
-            message = f"{unknown} is unknown.{nearest(unknown, tuple(asked.flags()))}"
+            message = f"{unknown} is unknown.{did_you_mean(unknown, tuple(asked.flags()))}"
         elif message.startswith("argument VERB: invalid choice: "):
-            message += f".{nearest(message.split(chr(39))[1], VERBS)}"
+            message += f".{did_you_mean(message.split(chr(39))[1], VERBS)}"
         self.exit(2, f"{asked.prog}: {message}\nSee {asked.prog} --help.\n")
 
     def flags(self) -> Iterator[str]:
@@ -77,15 +77,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def verb_parser(subparsers: Any, verb: str, description: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of a verb: alone, as published, or as one of the command's."""
+    """Return the parser of a verb: standalone, as published, or as a subcommand."""
     if subparsers is None:
         return Parser(f"accelerate {verb}", description=description or VERBS[verb])
     parser: argparse.ArgumentParser = subparsers.add_parser(verb, help=VERBS[verb], description=description)
     return parser
 
 
-class _Remember(argparse.Action):
-    """Store a value, and that it was typed: a default must not beat a file, a typed value must."""
+class _StoreExplicit(argparse.Action):
+    """Store a value and mark it as explicit: explicit values override a configuration file, defaults do not."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if self.nargs == 0:
@@ -94,7 +94,7 @@ class _Remember(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _RememberAll(_Remember):
+class _AppendExplicit(_StoreExplicit):
     """Collect values of a repeated option."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -120,18 +120,24 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
     if option.switch:
         group.add_argument(
-            *option.flags, dest=option.name, action=_Remember, nargs=0, const=True, default=option.default, help=text
+            *option.flags,
+            dest=option.name,
+            action=_StoreExplicit,
+            nargs=0,
+            const=True,
+            default=option.default,
+            help=text,
         )
         if option.negation is not None:
             group.add_argument(
-                *spellings(option.negation), dest=option.name, action=_Remember, nargs=0, const=False,
+                *spellings(option.negation), dest=option.name, action=_StoreExplicit, nargs=0, const=False,
                 default=option.default, help=argparse.SUPPRESS,
             )  # fmt: skip
         return
     group.add_argument(
         *option.flags,
         dest=option.name,
-        action=_RememberAll if option.repeated else _Remember,
+        action=_AppendExplicit if option.repeated else _StoreExplicit,
         type=option.read,
         default=option.default,
         choices=option.choices,
@@ -154,7 +160,7 @@ _METAVARS = {
 
 
 def _metavar(option: Option) -> str:
-    """Return a word for what is to be given: a number is N, unless its name says what it counts or points at."""
+    """Return the metavar of an option: N for a number, unless its name says more."""
     last = option.name.split("_")[-1]
     if option.name in _METAVARS:
         return _METAVARS[option.name]
@@ -163,8 +169,8 @@ def _metavar(option: Option) -> str:
     return "TRUE|FALSE" if getattr(option.read, "__name__", "") == "yes_no" else last.upper()
 
 
-def typed(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
-    """Return the options that were typed; for a namespace made elsewhere, those that differ from their default."""
+def explicit_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
+    """Return the options that were given; for a namespace from elsewhere, those that differ from their default."""
     given = getattr(args, GIVEN, None)
     values = {option.name: getattr(args, option.name, option.default) for option in options}
     if given is None:

@@ -1,4 +1,4 @@
-"""What one `accelerate launch` was asked for: one frozen object, and where every value came from."""
+"""The settings of one `accelerate launch`: one frozen object, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class LaunchSettings:
         return cls(resolved=resolved, config_file=str(config.path) if config is not None else None, **values)
 
     def origin(self, name: str) -> str:
-        """Say where a value came from."""
+        """Return the origin of a value."""
         return self.resolved[name].origin
 
     def given(self, name: str) -> bool:
-        """Tell whether somebody asked for this value."""
+        """Return whether the value is not the default."""
         return name in self.resolved and self.resolved[name].origin != DEFAULT
 
-    def as_words(self) -> list[str]:
-        """Say the flags of this launch again, for another launcher; the environment is handed on by itself."""
+    def to_flags(self) -> list[str]:
+        """Return the flags of this launch, for another launcher, which inherits the environment anyway."""
         file = [] if self.config_file is None else ["--config_file", self.config_file]
         flags = {name: item.value for name, item in self.resolved.items() if item.origin.startswith(FLAG)}
         return file + as_flags(flags)
@@ -90,7 +90,7 @@ class LaunchSettings:
         return variables
 
     def refuse_missing_engines(self, config: ConfigFile | None) -> None:
-        """Raise if an engine is asked for that has not landed, instead of quietly running something else."""
+        """Raise if an unsupported engine is requested, instead of silently running something else."""
         for switch, engine in MISSING_ENGINES.items():
             if self.resolved[switch].value:
                 raise UnsupportedSettingError(f"{engine} ({self.origin(switch)})", NOT_YET, _without(switch))
@@ -107,7 +107,7 @@ class LaunchSettings:
         return used | ({FP8} if self.mixed_precision == "fp8" else set())
 
     def without_effect(self) -> list[str]:
-        """Return a sentence for every value that somebody asked for and nobody reads."""
+        """Return a message for every given value that has no effect."""
         sentences = []
         for option in OPTIONS:
             if option.engine is None or not self.given(option.name) or option.name in ENGINE_OF_SWITCH:

@@ -1,4 +1,4 @@
-"""`TorchDynamoPlugin`: what `torch.compile` is asked for, by the code or by the environment."""
+"""`TorchDynamoPlugin`: the arguments of `torch.compile`, from the code or the environment."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Say how `prepare` compiles models. A field that is left out comes from the environment, or has its default."""
+    """Configure how `prepare` compiles models. A field that is None comes from the environment, or has its default."""
 
     backend: DynamoBackend | str | None = None
-    """Who compiles, such as "inductor" or "aot_eager"; "no" compiles nothing."""
+    """Backend of `torch.compile`, such as "inductor" or "aot_eager"; "no" compiles nothing."""
     mode: str | None = None
     """How hard to optimise: "default", "reduce-overhead", "max-autotune"."""
     fullgraph: bool | None = None
@@ -49,8 +49,8 @@ class TorchDynamoPlugin(KwargsHandler):
         self.in_code = frozenset(field for field in SETTING_OF_FIELD if getattr(self, field) is not None)
         for field, setting in SETTING_OF_FIELD.items():
             if field not in self.in_code:
-                said = read_setting(setting)
-                setattr(self, field, DEFAULTS.get(field) if said is None else said)
+                value = read_setting(setting)
+                setattr(self, field, DEFAULTS.get(field) if value is None else value)
         try:
             self.backend = backend_named(self.backend)
         except ValueError as error:
@@ -59,7 +59,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def compiles(self) -> bool:
-        """Tell whether anything is to be compiled."""
+        """Return whether anything is to be compiled."""
         return self.backend != DynamoBackend.NO
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return super().to_dict() | {"backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for `torch.compile` that differ from their defaults, whatever the environment says."""
+        """Return the arguments for `torch.compile` that differ from their defaults, independent of the environment."""
         defaults: dict[str, Any] = DEFAULTS | {"backend": str(DEFAULTS["backend"]).lower(), "disable": False}
         return {
             name: value

@@ -1,10 +1,9 @@
-"""`DeepSpeedPlugin`: what is asked of DeepSpeed. One config, and for every value in it who said so.
+"""`DeepSpeedPlugin`: the config of DeepSpeed, with the origin of every value.
 
-[Note: claims] A config of DeepSpeed can be written in a file, in a dict, in the plugin's fields and in variables, and
-part of it says again what the script says: batch sizes, accumulation, learning rates. So nobody overwrites anybody. A
-value is *claimed* with its origin; where the config says "auto" or nothing, it is taken; where the config says the
-same, all is well; where it says something else, that is a contradiction, and all of them become one error that names
-both sides.
+[Note: claims] A config of DeepSpeed can come from a file, a dict, the plugin's fields and variables, and it repeats
+values of the script: batch sizes, accumulation, learning rates. No source overwrites another. A value is *claimed*
+with its origin. Where the config has "auto" or no value, the claim is set. Where the config has another value, that is
+a conflict, and all conflicts are raised as one error that names both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 STAGE = "zero_optimization.stage"
-SAVES_WHOLE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 ACCUMULATION = "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
 
@@ -41,26 +40,26 @@ KEY_OF_FIELD: Mapping[str, str] = {
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": SAVES_WHOLE,
+    "zero3_save_16bit_model": GATHER_ON_SAVE,
 }
 
 
 class HfDeepSpeedConfig:
-    """DeepSpeed's config as a dict that answers dotted keys: from a dict, a JSON file, or JSON as base64 text."""
+    """DeepSpeed's config with access by dotted keys: from a dict, a JSON file, or JSON as base64 text."""
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config, self.source = _loaded(config_file_or_dict)
+        self.config, self.source = _load(config_file_or_dict)
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Note the ZeRO stage, and whether anything is kept off the device."""
+        """Store the ZeRO stage, and whether anything is offloaded."""
         stage = self.get_value(STAGE, -1)
         self._stage = -1 if stage == AUTO else stage
         devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the dict that a dotted key would be in, None where there is none, and its last word."""
+        """Return the dict that holds a dotted key, or None, and the last part of the key."""
         return _node_of(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -77,29 +76,29 @@ class HfDeepSpeedConfig:
             raise ValueError(f"{ds_key_long} is not in {self.source}: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Tell whether a key is there and says yes."""
+        """Return whether a key is set and true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Tell whether a key is there and says no."""
+        """Return whether a key is set and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Tell whether gradients are partitioned, and parameters are not."""
+        """Return whether gradients are partitioned, and parameters are not."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Tell whether parameters are partitioned."""
+        """Return whether parameters are partitioned."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Tell whether anything is kept off the device."""
+        """Return whether anything is offloaded."""
         return self._offload
 
 
 class Claims:
-    """A config on its way: what each key is, who said so, and where two disagree. See [Note: claims]."""
+    """A config that is being merged: values, their origins and conflicts. See [Note: claims]."""
 
     def __init__(self, config: dict[str, Any], source: str, origins: dict[str, str] | None = None) -> None:
         self.config = config
@@ -107,29 +106,29 @@ class Claims:
         self.origins: dict[str, str] = {} if origins is None else origins
         self.filled: dict[str, str] = {}
         """Key -> origin, of those that were "auto"."""
-        self.contradictions: list[str] = []
+        self.conflicts: list[str] = []
 
     def value_of(self, key: str) -> Any:
-        """Return what a key says: None where it says nothing."""
+        """Return the value of a dotted key, or None."""
         node, last = _node_of(self.config, key)
         return None if node is None else node.get(last)
 
     def claim(self, key: str, value: Any, origin: str) -> None:
-        """Say what a key must be."""
+        """Set a key, or record a conflict if it has another value."""
         known = self.value_of(key)
         if known is None or known == AUTO:
             self._put(key, value, origin)
         elif known != value:
             there = self.origins.get(key, self.source)
-            self.contradictions.append(f"{key} is {known!r} in {there}, {value!r} by {origin}")
+            self.conflicts.append(f"{key} is {known!r} in {there}, {value!r} by {origin}")
 
     def fill(self, key: str, value: Any, origin: str) -> None:
-        """Say what a key is where it is "auto"."""
+        """Set a key that is "auto"."""
         if self.value_of(key) == AUTO:
             self._put(key, value, origin)
 
     def default(self, key: str, value: Any, origin: str) -> None:
-        """Say what a key is where nobody else does."""
+        """Set a key that is "auto" or missing."""
         if self.value_of(key) in (None, AUTO):
             self._put(key, value, origin)
 
@@ -138,16 +137,16 @@ class Claims:
         return [key for key, value in _flat(self.config) if value == AUTO]
 
     def check(self) -> None:
-        """Raise if anybody disagreed."""
-        if self.contradictions:
+        """Raise all conflicts as one error."""
+        if self.conflicts:
             raise ValueError(
                 "DeepSpeed's config and the script disagree: "
-                + "; ".join(self.contradictions)
+                + "; ".join(self.conflicts)
                 + '. Change one of the two, or write "auto" in the config.'
             )
 
     def explain(self) -> str:
-        """Say each value that was "auto" and where it came from, one line each."""
+        """Return each value that was "auto" with its origin, one line each."""
         return "\n".join(f"{key} = {self.value_of(key)}  ({origin})" for key, origin in self.filled.items())
 
     def _put(self, key: str, value: Any, origin: str) -> None:
@@ -163,22 +162,22 @@ class Claims:
 
 @dataclass
 class DeepSpeedPlugin:
-    """What is asked of DeepSpeed: a config of its own, the published fields, or both where they agree."""
+    """Configure DeepSpeed by its own config, by the published fields, or by both where they agree."""
 
     hf_ds_config: Any = None
     """DeepSpeed's config: a JSON file, a dict or an `HfDeepSpeedConfig`. Values may be "auto"."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches per step; by default the Accelerator's."""
     gradient_clipping: float | None = None
-    """Largest norm of the gradients; without it `clip_grad_norm_` says, step by step."""
+    """Largest norm of the gradients; without it, the argument of `clip_grad_norm_` in each step."""
     zero_stage: int | None = None
     """What is partitioned: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. Without a config, 2."""
     is_train_batch_min: bool = True
     """With several data loaders, take the smallest batch as DeepSpeed's micro-batch, or else the largest."""
     offload_optimizer_device: str | None = None
-    """Where optimizer states live: none, cpu or nvme."""
+    """Where optimizer states are offloaded to: none, cpu or nvme."""
     offload_param_device: str | None = None
-    """Where parameters live under ZeRO-3: none, cpu or nvme."""
+    """Where parameters are offloaded to under ZeRO-3: none, cpu or nvme."""
     offload_optimizer_nvme_path: str | None = None
     """Folder of the optimizer states with `offload_optimizer_device="nvme"`."""
     offload_param_nvme_path: str | None = None
@@ -186,7 +185,7 @@ class DeepSpeedPlugin:
     zero3_init_flag: bool | None = None
     """Let transformers make models in partitions, so that no process ever holds a whole one. Under ZeRO-3, yes."""
     zero3_save_16bit_model: bool | None = None
-    """Gather the weights of ZeRO-3 when they are asked for. Yes, unless the config says no."""
+    """Gather the weights of ZeRO-3 for a state dict. True, unless the config has false."""
     transformer_moe_cls_names: str | None = None
     """Classes, with commas between them, that ZeRO-3 fetches as a whole: experts of which not all are used."""
     enable_msamp: bool | None = None
@@ -212,27 +211,29 @@ class DeepSpeedPlugin:
             elif field in words:
                 claims.claim(key, _read(field, words[field]), f"the variable {DEEPSPEED_VARIABLES[field]}")
         claims.default(STAGE, 0 if has_config else 2, "the default")
-        claims.default(SAVES_WHOLE, True, "the default: weights can be saved")
+        claims.default(GATHER_ON_SAVE, True, "the default: weights can be saved")
         claims.check()
         self.hf_ds_config.set_stage_and_offload()
         for field, key in KEY_OF_FIELD.items():
             setattr(self, field, None if claims.value_of(key) == AUTO else claims.value_of(key))
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = words.get("transformer_moe_cls_names")
-        if self.zero3_init_flag is None and "zero3_init_flag" in words:
-            self.zero3_init_flag = _read("zero3_init_flag", words["zero3_init_flag"])
-        if self.zero3_init_flag and self.zero_stage != 3:
-            self.zero3_init_flag = False  # written in every config of old, whatever the stage
-        if self.zero3_init_flag is None:
-            self.zero3_init_flag = self.zero_stage == 3
+        self.zero3_init_flag = self._zero3_init(words.get("zero3_init_flag"))
+
+    def _zero3_init(self, word: str | None) -> bool:
+        """Return whether transformers makes models in partitions; old configs ask for it at every stage."""
+        flag = self.zero3_init_flag
+        if flag is None and word is not None:
+            flag = _read("zero3_init_flag", word)
+        return self.zero_stage == 3 and (flag is None or bool(flag))
 
     def claims(self) -> Claims:
-        """Return the config with its origins, to say more of it."""
+        """Return the config with its origins, to claim more values."""
         return Claims(self.deepspeed_config, self.source, self.origins)
 
     @property
     def source(self) -> str:
-        """Say where the config came from."""
+        """The origin of the config."""
         return str(getattr(self.hf_ds_config, "source", "the config given in code"))
 
     @property
@@ -245,10 +246,10 @@ class DeepSpeedPlugin:
     def deepspeed_config(self, config: dict[str, Any]) -> None:
         self.hf_ds_config.config = config
 
-    # --- published questions --------------------------------------------------------------------------------------
+    # --- published methods ------------------------------------------------------------------------------------------
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a key is "auto"."""
+        """Return whether a key is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -266,7 +267,7 @@ class DeepSpeedPlugin:
         if mismatches is None:
             claims.check()
         else:
-            mismatches += claims.contradictions
+            mismatches += claims.conflicts
 
     def deepspeed_config_process(
         self,
@@ -287,15 +288,15 @@ class DeepSpeedPlugin:
 
     @property
     def mixed_precision(self) -> str | None:
-        """Return the number format that the config asks for, or None where it leaves that open."""
+        """Return the precision that the config sets, or None where it sets none."""
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is True:
                 return name
-        said = [self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")]
-        return "no" if all(value is False for value in said) else None
+        flags = [self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")]
+        return "no" if all(value is False for value in flags) else None
 
     def set_mixed_precision(self, mixed_precision: str, origin: str = "mixed_precision") -> None:
-        """Compute in a number format, where the config does not say another."""
+        """Set the precision; raise if the config has another one."""
         claims = self.claims()
         for name in ("fp16", "bf16"):
             enabled = mixed_precision == name or (name == "bf16" and mixed_precision == "fp8")
@@ -304,11 +305,11 @@ class DeepSpeedPlugin:
         claims.check()
 
     def is_zero3_init_enabled(self) -> bool:
-        """Tell whether transformers makes models in partitions."""
+        """Return whether transformers makes models in partitions."""
         return bool(self.zero3_init_flag)
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers, where it is installed, to make models in partitions: it looks for a live config."""
+        """Make transformers, where it is installed, build models in partitions: it looks for a live config object."""
         self.dschf = None
         if self.zero3_init_flag and has_package("transformers") and has_package("deepspeed"):
             from transformers.integrations import HfDeepSpeedConfig as ConfigOfTransformers
@@ -351,7 +352,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Tell whether the next model that is prepared uses this plugin."""
+        """Return whether the next model that is prepared uses this plugin."""
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
@@ -366,7 +367,7 @@ class DeepSpeedPlugin:
         self.dschf = None
 
 
-def _loaded(given: Any) -> tuple[dict[str, Any], str]:
+def _load(given: Any) -> tuple[dict[str, Any], str]:
     if isinstance(given, dict):
         return deepcopy(given), "the config given in code"
     path = Path(str(given)).expanduser()
@@ -405,7 +406,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _read(field: str, word: str) -> Any:
-    """Read the word of a variable as the field's type."""
+    """Parse a variable as the type of its field."""
     if field in ("zero_stage", "gradient_accumulation_steps"):
         return int(word)
     if field == "gradient_clipping":

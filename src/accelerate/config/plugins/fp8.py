@@ -1,4 +1,4 @@
-"""The recipes of fp8: the public classes that hold values, and what was asked for, resolved with its origin."""
+"""The recipes of fp8: public classes that hold values, and the resolved settings with their origins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..origins import resolve
 from .handlers import KwargsHandler
 
 Filter = Callable[[Any, str], bool]
-"""Tell of a module and its name whether it is to compute in fp8."""
+"""Return, for a module and its name, whether it computes in fp8."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class AORecipeKwargs(KwargsHandler):
     module_filter_func: Filter | None = None
     """Which linear layers are converted; by default all but the first, the last, and those that do not divide by 16."""
     pad_inner_dim: bool | None = None
-    """Pad the inner dimension of products to a multiple of 16, which the hardware asks for."""
+    """Pad the inner dimension of products to a multiple of 16, which the hardware needs."""
     enable_fsdp_float8_all_gather: bool | None = None
     """Gather shards in fp8. It has no effect in this version, which gathers them in their own format."""
 
@@ -73,7 +73,7 @@ RECIPES: tuple[type[KwargsHandler], ...] = (AORecipeKwargs, TERecipeKwargs, MSAM
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Settings:
-    """Who computes in fp8, and how."""
+    """The backend of fp8 and its recipe."""
 
     backend: FP8BackendType
     backend_origin: str
@@ -108,7 +108,7 @@ class Fp8Settings:
             )
 
     def refuse_other_engines(self) -> None:
-        """Raise if fp8 is asked for from anybody but torchao."""
+        """Raise if the backend of fp8 is not torchao."""
         if self.backend != FP8BackendType.AO:
             raise UnsupportedSettingError(
                 f"fp8 through {_ENGINES.get(self.backend, 'nobody')} ({self.backend_origin})",
@@ -127,7 +127,7 @@ def _backend_of(recipe: KwargsHandler) -> str:
 
 
 def _filled(recipe: AORecipeKwargs) -> AORecipeKwargs:
-    """Take from the environment what the code leaves open, unless a whole config says it."""
+    """Fill open fields from the environment, unless a whole config is given."""
     if recipe.config is not None:
         return recipe
     return AORecipeKwargs(

@@ -70,7 +70,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = "nccl"
     """Backend of the process group, such as "nccl" or "gloo". "nccl" is no choice where the device is not CUDA."""
     init_method: str | None = None
-    """URL at which the processes meet, such as `tcp://host:port`; by default the launcher's."""
+    """URL of the rendezvous, such as `tcp://host:port`; by default the launcher's."""
     timeout: timedelta | None = None
     """How long a collective may take before the backend gives up; None leaves the backend's own default."""
 
@@ -80,7 +80,7 @@ _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Tune `torch.nn.parallel.DistributedDataParallel` and how gradients travel."""
+    """Tune `torch.nn.parallel.DistributedDataParallel` and the communication of gradients."""
 
     dim: int = 0
     """Axis of the batch. It has no effect with one device per process, which is the only way here."""
@@ -97,7 +97,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """How gradients travel: as they are, in fp16, in bf16, or compressed by PowerSGD."""
+    """How gradients are sent: as they are, in fp16, in bf16, or compressed by PowerSGD."""
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )
@@ -205,12 +205,12 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """Say how micro-batches add up to one optimizer step."""
+    """Configure how micro-batches add up to one optimizer step."""
 
     num_steps: int | None = None
     """Micro-batches per optimizer step. None leaves it to the Accelerator's argument and the environment."""
     adjust_scheduler: bool = True
-    """Has no effect: a prepared scheduler always stands still on micro-batches that do not step."""
+    """Has no effect: a prepared scheduler never steps on micro-batches without an optimizer step."""
     sync_with_dataloader: bool = True
     """Whether the last batch of a loader closes the window, however many micro-batches it has."""
     sync_each_batch: bool = False
@@ -219,7 +219,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """Say how prepared data loaders share out their data."""
+    """Configure how prepared data loaders divide their data among the processes."""
 
     split_batches: bool = False
     """Whether a loader's batch size is that of all processes together. Each process then gets a part of every batch."""
@@ -241,7 +241,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Say where a run keeps its files."""
+    """Configure where a run writes its files."""
 
     project_dir: str | None = None
     """Folder of the run, or a URL that fsspec opens. Automatic checkpoints are in `checkpoints/` below it."""
@@ -250,7 +250,7 @@ class ProjectConfiguration:
     automatic_checkpoint_naming: bool = False
     """Whether `save_state()` chooses the name: `checkpoints/checkpoint_<iteration>`."""
     total_limit: int | None = None
-    """How many automatic checkpoints are kept, at least one. The oldest goes once a new one is committed."""
+    """How many automatic checkpoints are kept, at least one. The oldest is deleted once a new one is committed."""
     iteration: int = 0
     """Number of the next automatic checkpoint. It is always above the highest one in the folder."""
     save_on_each_node: bool = False

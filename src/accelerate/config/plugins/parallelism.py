@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: over which axes a model and its data are spread, and how far along each."""
+"""`ParallelismConfig`: the axes of the device mesh and their sizes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..environment import read_parallelism
-from ..meshes import mesh_over
+from ..meshes import build_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost, whose processes lie far apart, to the innermost, whose processes talk most."""
+"""From the outermost axis to the innermost, which communicates most."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
 }
-"""Published names of several axes taken as one."""
+"""Published names of flattened axes."""
 REST = -1
 
 
@@ -36,7 +36,7 @@ class TorchContextParallelConfig:
     """Tune context parallelism."""
 
     cp_comm_strategy: str | None = None
-    """How keys and values travel: "allgather" (default) or "alltoall", which passes them around a ring."""
+    """How keys and values are exchanged: "allgather" (default) or "alltoall", which passes them around a ring."""
 
     def __post_init__(self) -> None:
         self.cp_comm_strategy = self.cp_comm_strategy or read_parallelism("cp_comm_strategy") or "allgather"
@@ -49,7 +49,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 @dataclass
 class PipelineConfig:
-    """Say where a model is cut into stages, and in which order micro-batches pass through them."""
+    """Configure where a model is cut into stages, and the schedule of the micro-batches."""
 
     split_at: Sequence[str] | None = None
     """Names of the modules with which a new stage begins; by default the repeated blocks are divided evenly."""
@@ -80,8 +80,8 @@ class PipelineConfig:
             raise ValueError(f"PipelineConfig(microbatches={self.microbatches}): a batch has at least 1 part.")
 
     def stages_of(self, rank: int, pp_size: int) -> list[int]:
-        """Return the stages of a process: they go round the processes."""
-        return [rank + pp_size * turn for turn in range(self.stages_per_rank or 1)]
+        """Return the stages of a process; stages are assigned round-robin."""
+        return [rank + pp_size * index for index in range(self.stages_per_rank or 1)]
 
     def microbatches_for(self, pp_size: int) -> int:
         """Return the number of micro-batches, or refuse one that the schedule cannot run."""
@@ -103,7 +103,7 @@ class PipelineConfig:
 
 @dataclass
 class ParallelismConfig:
-    """Say how many processes stand along each axis; their product is the number of processes.
+    """Configure the size of each mesh axis; their product is the number of processes.
 
     A size of -1 on one of the two data axes means "whatever is left". A field that is left out comes from the
     environment (`PARALLELISM_CONFIG_TP_SIZE` and so on), or has its default.
@@ -118,11 +118,11 @@ class ParallelismConfig:
     cp_size: int | None = None
     """Processes that split every sequence: context parallelism."""
     cp_backend: str | None = None
-    """Who splits sequences: "torch", the only choice."""
+    """Implementation of context parallelism: "torch", the only choice."""
     sp_size: int | None = None
     """Processes of DeepSpeed's sequence parallelism. More than 1 is refused by this version."""
     sp_backend: str | None = None
-    """Who would run sequence parallelism."""
+    """Implementation of sequence parallelism. Nothing reads it."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Details of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
@@ -139,17 +139,7 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size"):
-            size = getattr(self, name)
-            if size is None:
-                said = read_parallelism(name)
-                size = 1 if said is None else said
-            may_be_rest = name.startswith("dp_")
-            if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
-                raise ValueError(
-                    f"ParallelismConfig({name}={size!r}): a size is a whole number of processes, 1 or more"
-                    f"{', or -1 for what is left' if may_be_rest else ''}."
-                )
-            setattr(self, name, size)
+            setattr(self, name, self._checked_size(name))
         if self.dp_replicate_size == self.dp_shard_size == REST:
             raise ValueError("ParallelismConfig: only one of dp_replicate_size and dp_shard_size can be -1.")
         self.cp_backend = self.cp_backend or read_parallelism("cp_backend") or "torch"
@@ -164,7 +154,22 @@ class ParallelismConfig:
             self.pp_handler = PipelineConfig()
         self.device_mesh: DeviceMesh | None = None
 
-    # --- how far along each axis ------------------------------------------------------------------------------------
+    def _checked_size(self, name: str) -> int:
+        """Return a size as given, else from the environment, else 1; refuse an invalid one."""
+        size = getattr(self, name)
+        if size is None:
+            size = read_parallelism(name)
+        if size is None:
+            return 1
+        may_be_rest = name.startswith("dp_")
+        if not isinstance(size, int) or (size < 1 and not (may_be_rest and size == REST)):
+            raise ValueError(
+                f"ParallelismConfig({name}={size!r}): a size is a whole number of processes, 1 or more"
+                f"{', or -1 for what is left' if may_be_rest else ''}."
+            )
+        return size
+
+    # --- sizes of axes ----------------------------------------------------------------------------------------------
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
@@ -172,32 +177,32 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Tell whether there are several copies."""
+        """Return whether there are several copies."""
         return self.size("dp_replicate") != 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Tell whether parameters are sharded."""
+        """Return whether parameters are sharded."""
         return self.size("dp_shard") != 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Tell whether layers are split."""
+        """Return whether layers are split."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Tell whether sequences are split."""
+        """Return whether sequences are split."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Tell whether DeepSpeed's sequence parallelism is asked for."""
+        """Return whether DeepSpeed's sequence parallelism is asked for."""
         return self.size("sp") > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Tell whether the layers are spread over a pipeline."""
+        """Return whether the layers are spread over a pipeline."""
         return self.size("pp") > 1
 
     @property
@@ -260,10 +265,10 @@ class ParallelismConfig:
                 if num_processes % others == 0:
                     setattr(self, name, num_processes // others)
         if self.total_size != num_processes:
-            raise ValueError(self._misfit(num_processes))
+            raise ValueError(self._size_error(num_processes))
         return self
 
-    def _misfit(self, num_processes: int) -> str:
+    def _size_error(self, num_processes: int) -> str:
         asked = " x ".join(f"{axis}_size={self.size(axis)}" for axis in self.active_mesh_dims) or "1"
         fixed = self.non_data_parallel_size
         if num_processes % fixed == 0:
@@ -286,7 +291,7 @@ class ParallelismConfig:
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Make the mesh of all processes, with the flattened views `dp`, `dp_shard_cp` and `dp_cp` where they exist."""
-        self.device_mesh = mesh_over(*self._get_mesh(), device_type, VIEWS)
+        self.device_mesh = build_mesh(*self._get_mesh(), device_type, VIEWS)
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:

@@ -15,7 +15,7 @@ BACKENDS = ("bitsandbytes", "torchao")
 
 @dataclass
 class BnbQuantizationConfig:
-    """Say which format the weights get, who makes it, and which modules stay as they are."""
+    """Configure the format of quantised weights, the backend, and the modules that are not quantised."""
 
     load_in_8bit: bool = False
     """Weights in int8 with a scale per row."""
@@ -36,7 +36,7 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
     """Modules that are not quantised and stay in fp32, by name."""
     backend: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
-    """Who quantises. torchao knows int8 weights here; its layers stay `nn.Linear`. Not among the published fields."""
+    """The library that quantises. torchao supports int8 weights here; its layers stay `nn.Linear`. Not published."""
 
     def __post_init__(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):

@@ -20,7 +20,7 @@ _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "
 _SHARDING_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD",
                      "5": "HYBRID_SHARD_ZERO2"}  # fmt: skip
 _WITHOUT_EFFECT = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
-_OF_FSDP1 = ("sharding_strategy", *_WITHOUT_EFFECT)
+_FSDP1_ONLY = ("sharding_strategy", *_WITHOUT_EFFECT)
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "no": "float32"}
 
 
@@ -28,7 +28,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "no": "floa
 class FullyShardedDataParallelPlugin:
     """Shard parameters, gradients and optimizer state over processes, by torch's `fully_shard` (FSDP2).
 
-    The fields are the published ones. Those that only FSDP1 knew are translated, and said to be, in one line.
+    The fields are the published ones. Fields of FSDP1 are translated, and a warning lists the translations.
     """
 
     fsdp_version: int | None = None
@@ -68,7 +68,7 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing_offload: bool | None = None
     """Keep the inputs of recomputed units on the host."""
     cpu_ram_efficient_loading: bool | None = None
-    """Only the first process brings weights; the others get their shards from it."""
+    """Only the first process loads weights; the others receive their shards from it."""
     transformer_cls_names_to_wrap: list[str] | str | None = None
     """Class names, or patterns of module names such as `model.layers.*`, of the units."""
     min_num_params: int | None = None
@@ -78,7 +78,8 @@ class FullyShardedDataParallelPlugin:
         self.copy_per_host = False
         self._translate()
         self.fsdp_version = 2
-        self.reshard_after_forward = True if self.reshard_after_forward is None else _yes(self.reshard_after_forward)
+        reshard = self.reshard_after_forward
+        self.reshard_after_forward = True if reshard is None else _as_bool(reshard)
         self.activation_checkpointing = bool(self.activation_checkpointing)
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
         self.cpu_ram_efficient_loading = bool(self.cpu_ram_efficient_loading)
@@ -99,7 +100,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def _translate(self) -> None:
-        """Turn what FSDP1 called its strategy into FSDP2's terms."""
+        """Translate the settings of FSDP1 to FSDP2."""
         notes = []
         if self.sharding_strategy is not None:
             name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy)).upper()
@@ -129,7 +130,7 @@ class FullyShardedDataParallelPlugin:
 
         if not isinstance(self.cpu_offload, OffloadPolicy):
             wanted = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
-            self.cpu_offload = CPUOffloadPolicy() if _yes(wanted) else OffloadPolicy()
+            self.cpu_offload = CPUOffloadPolicy() if _as_bool(wanted) else OffloadPolicy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how states are saved."""
@@ -156,42 +157,42 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = _policy(mixed_precision)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Choose the classes of the units by what the model says of itself, where no class was named."""
+        """Take the classes of the units from the model's `_no_split_modules`, where no class was named."""
         own = getattr(model, "_no_split_modules", None)
         if self.auto_wrap_policy == "transformer_based_wrap" and not self.transformer_cls_names_to_wrap and own:
             self.transformer_cls_names_to_wrap = list(own)
 
     @property
     def saves_shards(self) -> bool:
-        """Tell whether every process saves its own part."""
+        """Return whether every process saves its own part."""
         return self.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[no-any-return]
 
     @property
     def offloads(self) -> bool:
-        """Tell whether shards live on the host."""
+        """Return whether shards are kept on the host."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return isinstance(self.cpu_offload, CPUOffloadPolicy)
 
     @classmethod
-    def from_words(cls, words: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
-        """Make one from the environment's words. What only FSDP1 knew has defaults there, so it says nothing new."""
+    def from_variables(cls, words: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
+        """Build a plugin from environment variables. FSDP1's fields always have a value there, so most are ignored."""
         values: dict[str, Any] = dict(words)
         if values.get("fsdp_version", "1").strip() == "2":
-            values = {name: value for name, value in values.items() if name not in _OF_FSDP1}
+            values = {name: value for name, value in values.items() if name not in _FSDP1_ONLY}
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
         for name in ("fsdp_version", "min_num_params"):
             if name in values:
                 values[name] = int(values[name])
         for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
             if name in values:
-                values[name] = _yes(values[name])
+                values[name] = _as_bool(values[name])
         if values.get("auto_wrap_policy", "").lower() != "size_based_wrap":
             values.pop("min_num_params", None)  # published with a default, whatever the policy
         return cls(**values)
 
 
-def _yes(value: Any) -> bool:
+def _as_bool(value: Any) -> bool:
     if isinstance(value, str):
         return _RESHARDS.get(value.upper(), value.strip().lower() in ("1", "true", "yes", "y", "on"))
     return bool(value)

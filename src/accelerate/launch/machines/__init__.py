@@ -1,1 +1,1 @@
-"""Other machines: batch systems, host files, addresses, checks before the start. Start with `preflight`."""
+"""Launches on several machines: batch systems, host files, addresses, checks before the start. See `preflight`."""

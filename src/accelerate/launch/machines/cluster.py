@@ -1,4 +1,4 @@
-"""What a batch system says about this launcher: one of many ranks, one per machine, or the head of a job."""
+"""Detect the batch system of this launcher: one launcher per rank, one per machine, or the head of a job."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ...config import environment
 from ...runtime.process import ProcessInfo, first_slurm_host, port_of_this_job
 
 TASKS_PER_MACHINE = "ACCELERATE_TASKS_PER_MACHINE"
-"""What the head of a job knows and the launchers that it starts, one per machine, do not."""
+"""Set by the head of a job for the launchers it starts, one per machine, which cannot read it from Slurm."""
 _INTERACTIVE_STEP = "4294967290"
 """Slurm's number for the shell that `salloc` opens on the first machine of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The place of one launcher among the launchers of a job."""
+    """The position of one launcher among the launchers of a job."""
 
     name: str
-    """Who started it: Slurm, OpenMPI, ..."""
+    """The batch system: Slurm, OpenMPI, ..."""
     is_rank: bool = False
-    """One launcher was started per process: the script runs in its place."""
+    """One launcher was started per process, and is replaced by the script."""
     is_head: bool = False
     """Only this launcher was started, for a job of several machines: it starts the others by srun."""
     num_machines: int = 1
@@ -38,27 +38,27 @@ class Cluster:
 
 
 def find_cluster() -> Cluster | None:
-    """Read the variables of Slurm or an MPI, or return None on a machine of one's own."""
+    """Read the variables of Slurm or an MPI; return None without a batch system."""
     process = ProcessInfo.from_environment()
     interactive = environment.read(environment.SLURM_STEP_ID) == _INTERACTIVE_STEP
     if process.launcher == "Slurm" and _one_task_per_machine() and not interactive:
-        return _one_of_several_machines(process)
+        return _one_machine_of_step(process)
     if process.launcher not in (None, "torchrun") and not interactive:
         return Cluster(
             name=str(process.launcher), is_rank=True, machine_rank=process.rank, num_processes=process.world_size
         )
     if environment.read("SLURM_JOB_ID") and environment.read("SLURM_JOB_NODELIST"):
-        return _body_of_a_job()
+        return _job_allocation()
     return None
 
 
-def _body_of_a_job() -> Cluster:
+def _job_allocation() -> Cluster:
     """Describe the script of an sbatch, or the shell of an salloc."""
     machines = int(environment.read("SLURM_JOB_NUM_NODES") or 1)
     tasks = environment.read("SLURM_TASKS_PER_NODE") if environment.read("SLURM_NTASKS") else None
     return Cluster(
         name="Slurm",
-        is_head=machines > 1 or environment.read("SLURMD_NODENAME") is None,  # salloc: not on the machine itself
+        is_head=machines > 1 or environment.read("SLURMD_NODENAME") is None,  # salloc: not on the job's machine
         num_machines=machines,
         tasks_per_machine=int(re.split(r"\D", tasks)[0]) if tasks else None,
         hosts=environment.read("SLURM_JOB_NODELIST"),
@@ -70,7 +70,7 @@ def _one_task_per_machine() -> bool:
     return machines is not None and machines == environment.read("SLURM_STEP_NUM_TASKS")
 
 
-def _one_of_several_machines(process: ProcessInfo) -> Cluster:
+def _one_machine_of_step(process: ProcessInfo) -> Cluster:
     hosts = environment.read(environment.SLURM_NODE_LIST)
     several = process.world_size > 1
     return Cluster(
@@ -84,17 +84,17 @@ def _one_of_several_machines(process: ProcessInfo) -> Cluster:
     )
 
 
-def host_names(nodes: str) -> list[str]:
+def expand_node_list(nodes: str) -> list[str]:
     """Return all names of a Slurm node list such as `gpu[003-005,9],login1`."""
     names: list[str] = []
     for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        pieces = re.split(r"\[([^\]]*)\]", group)  # text and ranges take turns
-        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        pieces = re.split(r"\[([^\]]*)\]", group)  # text and ranges alternate
+        choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
         names += map("".join, product(*choices))
     return names
 
 
-def _numbers(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")

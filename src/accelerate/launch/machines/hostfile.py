@@ -1,4 +1,4 @@
-"""A hostfile of DeepSpeed: its machines meet by torchelastic, as all others do, with one launch on each of them."""
+"""Read a hostfile of DeepSpeed. Its machines use torchelastic's rendezvous, with one launch on each machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .cluster import Cluster
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 
 
-def cluster_of_hostfile(settings: LaunchSettings) -> Cluster | None:
-    """Return the place of this machine among those of `--deepspeed_hostfile`, or None where there is no such file."""
+def cluster_from_hostfile(settings: LaunchSettings) -> Cluster | None:
+    """Return the position of this machine in `--deepspeed_hostfile`, or None without such a file."""
     path = settings.resolved["deepspeed_hostfile"].value
     if path is None:
         return None
@@ -23,7 +23,7 @@ def cluster_of_hostfile(settings: LaunchSettings) -> Cluster | None:
     if len(set(machines.values())) > 1:
         raise LaunchError(f"{path} gives its machines different slots ({machines}): give each of them the same.")
     hosts = list(machines)
-    rank = settings.machine_rank if settings.machine_rank is not None else _own_place(hosts)
+    rank = settings.machine_rank if settings.machine_rank is not None else _own_rank(hosts)
     if rank is None and len(hosts) > 1:
         raise LaunchError(
             f"{socket.gethostname()} is not among the machines of {path} ({', '.join(hosts)}): give --machine_rank."
@@ -39,7 +39,7 @@ def cluster_of_hostfile(settings: LaunchSettings) -> Cluster | None:
 
 
 def remarks_on_machines(settings: LaunchSettings) -> list[str]:
-    """Say what has no effect: nobody here starts programs on other machines."""
+    """Return a message for a launcher that has no effect: this library starts no programs on other machines."""
     launcher = settings.resolved["deepspeed_multinode_launcher"]
     if launcher.value in (None, "standard"):
         return []
@@ -86,6 +86,6 @@ def _filtered(machines: dict[str, int], chosen: str | None, left_out: str | None
     return kept
 
 
-def _own_place(hosts: list[str]) -> int | None:
+def _own_rank(hosts: list[str]) -> int | None:
     own = {socket.gethostname(), socket.getfqdn(), socket.gethostname().partition(".")[0]}
-    return next((place for place, host in enumerate(hosts) if host in own), None)
+    return next((rank for rank, host in enumerate(hosts) if host in own), None)

@@ -1,16 +1,16 @@
-"""The addresses and interfaces of this machine. Asks the kernel and the resolver; sends nothing to other machines."""
+"""Find the addresses and interfaces of this machine. Queries the kernel and the resolver; sends no packets."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 
-_ANYWHERE = "192.0.2.1"
-"""An address that belongs to nobody: the way there is the way out of this machine."""
+_EXTERNAL_ADDRESS = "192.0.2.1"
+"""A reserved address (TEST-NET-1): the route to it is the default route."""
 
 
-def is_here(address: str) -> bool:
-    """Tell whether a name or an address is one of this machine's own."""
+def is_local_address(address: str) -> bool:
+    """Return whether a host name or an address belongs to this machine."""
     if address == socket.gethostname():
         return True
     for family, kind, *_, target in _resolve(address):
@@ -24,16 +24,16 @@ def is_here(address: str) -> bool:
 
 
 def local_address_towards(address: str) -> str | None:
-    """Return this machine's own address as the other machines see it, when they meet at `address`."""
-    found = _address_on_the_way_to(address)
+    """Return the address under which the other machines reach this one, for a rendezvous at `address`."""
+    found = _source_address_towards(address)
     if found is None or not _is_loopback(found) or _is_loopback(address):
         return found
-    # Many systems give their own name a loopback address, which says nothing about how others come here.
-    return _address_on_the_way_to(_ANYWHERE) or next((own for own, _ in _own_addresses()), found)
+    # Many systems resolve their own name to a loopback address, which other machines cannot reach.
+    return _source_address_towards(_EXTERNAL_ADDRESS) or next((own for own, _ in _own_addresses()), found)
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the network interface on which the other machines are reached, when they meet at `address`."""
+    """Return the network interface towards the other machines, for a rendezvous at `address`."""
     local = local_address_towards(address)
     return next((name for own, name in _own_addresses(loopback=True) if own == local), None)
 
@@ -50,7 +50,7 @@ def _own_addresses(loopback: bool = False) -> list[tuple[str, str]]:
     ]
 
 
-def _address_on_the_way_to(address: str) -> str | None:
+def _source_address_towards(address: str) -> str | None:
     for family, kind, *_, target in _resolve(address):
         with socket.socket(family, kind) as probe:
             try:
@@ -76,13 +76,13 @@ def _is_loopback(address: str) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a port that nobody uses now; somebody may take it before it is bound."""
+    """Return a port that is free now. Another process may bind it first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Tell whether somebody on this machine listens on a port: 29500 unless given."""
+    """Return whether a process of this machine listens on a port (default: 29500)."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", 29500 if port is None else int(port))) == 0

@@ -1,7 +1,7 @@
-"""Before torch is imported: make sure that every machine reaches machine 0 and that they agree on what to start.
+"""Check, before torch is imported, that every machine reaches machine 0 and that their settings agree.
 
-Machine 0 listens on the rendezvous port itself and calls the roll; the others report there. A machine that cannot be
-reached is named within seconds, instead of after the rendezvous' fifteen minutes.
+Machine 0 coordinates: it listens on the rendezvous port, and the other machines report there. A machine that cannot be
+reached is reported within seconds, instead of after the fifteen minutes of the rendezvous timeout.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from ...errors import LaunchError
-from ..say import say
-from .cluster import host_names
-from .network import is_here
+from ..console import notify
+from .cluster import expand_node_list
+from .network import is_local_address
 
 SECONDS_UNTIL_UNREACHABLE = 15.0
 SECONDS_PER_ATTEMPT = 5.0
 SECONDS_BETWEEN_NOTICES = 20.0
 SECONDS_TO_WAIT = 900.0
-"""As long as torchelastic's own rendezvous waits."""
+"""The timeout of torchelastic's own rendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one machine says about itself."""
+    """The settings that one machine sends to machine 0."""
 
     machine_rank: int
     num_machines: int
@@ -38,22 +38,22 @@ class Report:
         return f"{self.machine_rank} ({self.host})"
 
     def encode(self) -> bytes:
-        """Write it as a line."""
+        """Return the report as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: str) -> Report:
-        """Read what `encode` wrote; raise ValueError for anything else."""
+        """Parse a line of `encode`; raise ValueError for anything else."""
         try:
-            said = json.loads(line)
-            numbers = {name: int(said[name]) for name in ("machine_rank", "num_machines", "processes_here")}
-            return cls(host=str(said["host"]), **numbers)
+            values = json.loads(line)
+            numbers = {name: int(values[name]) for name in ("machine_rank", "num_machines", "processes_here")}
+            return cls(host=str(values["host"]), **numbers)
         except (KeyError, TypeError) as error:
             raise ValueError(line) from error
 
 
 def check_port(port: int) -> None:
-    """Raise if the port that machine 0 was told to use is taken."""
+    """Raise if the port cannot be bound on this machine."""
     try:
         _listen(port).close()
     except OSError as error:
@@ -64,32 +64,32 @@ def check_port(port: int) -> None:
         ) from error
 
 
-def call_the_roll(own: Report, address: str, port: int, hosts: str | None) -> None:
-    """Return when all machines have met; raise when one can never come."""
+def wait_for_all_machines(own: Report, address: str, port: int, hosts: str | None) -> None:
+    """Return when all machines are connected; raise when one cannot connect or disagrees."""
     if own.machine_rank == 0:
         check_port(port)
-        _Roll(own, address, port, hosts).call()
+        _Coordinator(own, address, port, hosts).wait_for_machines()
     else:
-        _report(own, address, port)
+        _report_to_coordinator(own, address, port)
 
 
-def reach(address: str, port: int) -> None:
-    """Return when something listens at the address; raise if its machine cannot be reached."""
+def check_reachable(address: str, port: int) -> None:
+    """Return when the port is open; raise if the machine cannot be reached."""
     _connect(address, port, time.monotonic()).close()
 
 
-class _Roll:
-    """Machine 0's side: who has come, on which connection."""
+class _Coordinator:
+    """The side of machine 0: collects the reports and answers all machines."""
 
     def __init__(self, own: Report, address: str, port: int, hosts: str | None) -> None:
         self._own = own
-        self._place = f"{address}:{port}"
-        self._names = host_names(hosts) if hosts else []
+        self._endpoint = f"{address}:{port}"
+        self._hosts = expand_node_list(hosts) if hosts else []
         self._port = port
-        self._here = is_here(address)
-        self._arrived: dict[int, tuple[socket.socket, Report]] = {}
+        self._is_local = is_local_address(address)
+        self._connected: dict[int, tuple[socket.socket, Report]] = {}
 
-    def call(self) -> None:
+    def wait_for_machines(self) -> None:
         started = time.monotonic()
         next_notice = started + SECONDS_BETWEEN_NOTICES
         with _listen(self._port) as server:
@@ -97,83 +97,85 @@ class _Roll:
             while self._missing():
                 seconds = time.monotonic() - started
                 if seconds > SECONDS_TO_WAIT:
-                    self._end(f"The machines did not meet: {self._who_is_missing(seconds)}")
+                    self._abort(f"The rendezvous failed: {self._missing_text(seconds)}")
                 if started + seconds > next_notice:
                     next_notice += SECONDS_BETWEEN_NOTICES
-                    say(self._who_is_missing(seconds))
+                    notify(self._missing_text(seconds))
                 try:
-                    link, _ = server.accept()
+                    connection, _ = server.accept()
                 except TimeoutError:
                     continue
-                self._welcome(link)
-            self._answer({"go": True})
+                self._accept(connection)
+            self._reply({"go": True})
 
     def _missing(self) -> list[int]:
-        """Return who is not here, after forgetting those who came and went."""
-        self._arrived = {rank: (link, said) for rank, (link, said) in self._arrived.items() if _is_open(link)}
-        return [rank for rank in range(1, self._own.num_machines) if rank not in self._arrived]
+        """Return the machines that are not connected, after dropping closed connections."""
+        self._connected = {
+            rank: (connection, report) for rank, (connection, report) in self._connected.items() if _is_open(connection)
+        }
+        return [rank for rank in range(1, self._own.num_machines) if rank not in self._connected]
 
-    def _welcome(self, link: socket.socket) -> None:
-        link.settimeout(SECONDS_PER_ATTEMPT)
+    def _accept(self, connection: socket.socket) -> None:
+        connection.settimeout(SECONDS_PER_ATTEMPT)
         try:
-            said = Report.decode(_line(link))
-        except (OSError, ValueError):  # somebody else knocked
-            link.close()
+            report = Report.decode(_read_line(connection))
+        except (OSError, ValueError):  # not a launcher
+            connection.close()
             return
-        objection = self._objection_to(said)
-        if objection is not None:
-            self._end(f"The machines do not agree: {objection}", link)
-        self._arrived[said.machine_rank] = (link, said)
+        conflict = self._conflict_with(report)
+        if conflict is not None:
+            self._abort(f"The machines do not agree: {conflict}", connection)
+        self._connected[report.machine_rank] = (connection, report)
 
-    def _objection_to(self, said: Report) -> str | None:
+    def _conflict_with(self, report: Report) -> str | None:
         self._missing()
-        other = self._own if said.machine_rank == 0 else self._arrived.get(said.machine_rank, (None, None))[1]
+        other = self._own if report.machine_rank == 0 else self._connected.get(report.machine_rank, (None, None))[1]
         if other is not None:
-            both = f"{other.host} and {said.host}"
-            return f"two machines say they are machine {said.machine_rank}: {both}. Check --machine_rank."
+            both = f"{other.host} and {report.host}"
+            return f"two machines say they are machine {report.machine_rank}: {both}. Check --machine_rank."
         for field, name in {"num_machines": "machines", "processes_here": "processes per machine"}.items():
-            ours, theirs = getattr(self._own, field), getattr(said, field)
+            ours, theirs = getattr(self._own, field), getattr(report, field)
             if ours != theirs:
                 return (
-                    f"machine {self._own} was started for {ours} {name}, machine {said} for {theirs}. Check "
+                    f"machine {self._own} was started for {ours} {name}, machine {report} for {theirs}. Check "
                     "--num_machines and --num_processes (of all machines together)."
                 )
         return None
 
-    def _end(self, reason: str, *more: socket.socket) -> NoReturn:
-        """Tell everybody who is here, and give up."""
-        self._answer({"objection": reason}, *more)
+    def _abort(self, reason: str, *more: socket.socket) -> NoReturn:
+        """Send the reason to all connected machines, and raise it here."""
+        self._reply({"objection": reason}, *more)
         raise LaunchError(reason)
 
-    def _answer(self, answer: dict[str, object], *more: socket.socket) -> None:
-        for link in (*(link for link, _ in self._arrived.values()), *more):
-            with link:
+    def _reply(self, answer: dict[str, object], *more: socket.socket) -> None:
+        for connection in (*(connection for connection, _ in self._connected.values()), *more):
+            with connection:
                 try:
-                    link.sendall(json.dumps(answer).encode() + b"\n")
-                except OSError:  # it went in this moment: torch's rendezvous will tell
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+                except OSError:  # just disconnected: torch's rendezvous will report it
                     continue
 
-    def _who_is_missing(self, seconds: float) -> str:
-        missing = [f"{rank} ({self._names[rank]})" if self._names else str(rank) for rank in self._missing()]
-        present = [str(self._own), *(str(said) for _, (_, said) in sorted(self._arrived.items()))]
-        wrong = "" if self._here else f" Note that {self._place} is not an address of this machine."
+    def _missing_text(self, seconds: float) -> str:
+        missing = [f"{rank} ({self._hosts[rank]})" if self._hosts else str(rank) for rank in self._missing()]
+        present = [str(self._own), *(str(report) for _, (_, report) in sorted(self._connected.items()))]
+        wrong = "" if self._is_local else f" Note that {self._endpoint} is not an address of this machine."
         return (
-            f"after {seconds:.0f} s nothing was heard from machine {', '.join(missing)}; present: "
-            f"{', '.join(present)}. It must reach {self._place}, and run the same launch with its own "
+            f"after {seconds:.0f} s no connection from machine {', '.join(missing)}; present: "
+            f"{', '.join(present)}. It must reach {self._endpoint}, and run the same launch with its own "
             f"--machine_rank.{wrong}"
         )
 
 
-def _report(own: Report, address: str, port: int) -> None:
-    """Report to machine 0 and wait for its word; report again if it was started anew meanwhile."""
+def _report_to_coordinator(own: Report, address: str, port: int) -> None:
+    """Report to machine 0 and wait for its answer; report again if it was restarted meanwhile."""
     started = time.monotonic()
     next_notice = started + SECONDS_BETWEEN_NOTICES
     while True:
-        with _connect(address, port, started) as link:
-            link.settimeout(SECONDS_TO_WAIT)
+        with _connect(address, port, started) as connection:
+            connection.settimeout(SECONDS_TO_WAIT)
             try:
-                link.sendall(own.encode())
-                answer = json.loads(_line(link))
+                connection.sendall(own.encode())
+                answer = json.loads(_read_line(connection))
             except (OSError, ValueError):
                 answer = {}
         if "objection" in answer:
@@ -185,7 +187,7 @@ def _report(own: Report, address: str, port: int) -> None:
             raise LaunchError(f"The program at {address}:{port} never accepted this machine ({own}).")
         if now > next_notice:
             next_notice = now + SECONDS_BETWEEN_NOTICES
-            say(
+            notify(
                 f"a program listens at {address}:{port}, but it does not accept machine {own}: the run there has "
                 "begun without it, or the port belongs to another program (choose another --main_process_port)."
             )
@@ -193,7 +195,7 @@ def _report(own: Report, address: str, port: int) -> None:
 
 
 def _connect(address: str, port: int, started: float) -> socket.socket:
-    """Connect; wait while the machine answers but nobody listens yet, give up when it does not answer."""
+    """Connect; retry while the connection is refused, and give up when the machine does not answer."""
     next_notice = started + SECONDS_BETWEEN_NOTICES
     silent_since: float | None = None
     while True:
@@ -206,14 +208,14 @@ def _connect(address: str, port: int, started: float) -> socket.socket:
             silent_since = None if refused else (silent_since or before)
             if silent_since is not None and now - silent_since > SECONDS_UNTIL_UNREACHABLE:
                 raise LaunchError(
-                    f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, where machine 0 is to be "
-                    f"met: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
+                    f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, the address of machine "
+                    f"0: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
                 ) from error
             if now - started > SECONDS_TO_WAIT:
                 raise LaunchError(f"Nobody listened on {address}:{port} for {SECONDS_TO_WAIT:.0f} s.") from error
             if refused and now > next_notice:
                 next_notice = now + SECONDS_BETWEEN_NOTICES
-                say(
+                notify(
                     f"{address} answers, but nobody listens on port {port} yet ({now - started:.0f} s): is the launch "
                     "running on machine 0, with this --main_process_port?"
                 )
@@ -227,29 +229,29 @@ def _reason(error: OSError) -> str:
 
 
 def _listen(port: int) -> socket.socket:
-    """Listen on every address of this machine, the old kind and the new."""
+    """Listen on every address of this machine, IPv4 and IPv6."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both)
 
 
-def _line(link: socket.socket) -> str:
+def _read_line(connection: socket.socket) -> str:
     received = b""
     while not received.endswith(b"\n") and len(received) < 65536:
-        part = link.recv(4096)
+        part = connection.recv(4096)
         if not part:
             break
         received += part
     return received.decode()
 
 
-def _is_open(link: socket.socket) -> bool:
-    link.setblocking(False)
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        return link.recv(1, socket.MSG_PEEK) != b""
+        return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except OSError:
         return False
     finally:
-        link.settimeout(SECONDS_PER_ATTEMPT)
+        connection.settimeout(SECONDS_PER_ATTEMPT)

@@ -1,4 +1,4 @@
-"""What a launch from Python raises when a worker has failed. Imports torch, so it is loaded when that happens."""
+"""The exception of a failed launch from Python. Imports torch, so it is loaded on failure only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch a function from Python: on the processes of a notebook, or on a laptop with a debugger in one rank."""
+"""Launch a function from Python: on several processes of a notebook, or with a debugger in one rank."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from ...config.settings import check_precision
 from ...errors import LaunchError, RuntimeConflictError, UnsupportedSettingError
 from ...runtime.group.forks import freeze_inherited_objects
 from ...runtime.process import ProcessInfo
+from ..console import loggers_silenced
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
-from ..processes.signals import ENDING, handlers_kept
-from ..say import quieted
-from .task import Task, let_the_watcher_explain, reset_signals, run_task
+from ..processes.signals import TERMINATION_SIGNALS, handlers_restored
+from .task import Task, attach_diagnosis, reset_signals, run_task
 
 if TYPE_CHECKING:
     from .failures import WorkerFailedError
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-# [Note: where workers meet]
-# torch's static rendezvous has two faults. Its port has to be chosen before it is bound, and somebody may take it in
-# between; and its store outlives the workers, so that restarted ones find the addresses of those they replace and hang.
-# On one host the c10d rendezvous binds whatever port is free; with restarts, its workers bring a store of their own.
+# [Note: worker rendezvous]
+# torch's static rendezvous has two faults. Its port is chosen before it is bound, so that another process may take it.
+# Its store outlives the workers, so that restarted workers find stale addresses and hang. On one host the c10d
+# rendezvous binds any free port; with restarts, its workers open a new store.
 
 _LOOPBACK = "127.0.0.1"
-_PUBLISHED_PORT = "29500"
-_PATIENCE = timedelta(days=1)
-_LOGS_OF_FAILURES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
-_HANDLED_SIGNALS = ",".join(number.name for number in ENDING)
-# torch asks NVML for the number of devices then, instead of initialising CUDA, after which no process can fork.
+_DEFAULT_PORT = "29500"
+_DEBUG_TIMEOUT = timedelta(days=1)
+_FAILURE_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_HANDLED_SIGNALS = ",".join(number.name for number in TERMINATION_SIGNALS)
+# With it, torch counts devices by NVML and does not initialise CUDA, after which a process cannot fork.
 _COUNT_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -52,7 +52,7 @@ def notebook_launcher(
     args: Sequence[Any] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    use_port: str | int = _PUBLISHED_PORT,
+    use_port: str | int = _DEFAULT_PORT,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
@@ -88,7 +88,7 @@ def notebook_launcher(
         address = master_addr if num_nodes > 1 else _LOOPBACK
         rendezvous = {"rank": node_rank}
         if rdzv_backend == "static" and (num_nodes == 1 or max_restarts):
-            rdzv_backend, rendezvous = "c10d", {"is_host": node_rank == 0}  # [Note: where workers meet]
+            rdzv_backend, rendezvous = "c10d", {"is_host": node_rank == 0}  # [Note: worker rendezvous]
         with _new_task(function, args, method, log_line_prefix_template) as task:
             _run_elastic(
                 task,
@@ -128,7 +128,7 @@ def debug_launcher(
         _refuse_existing_state("debug_launcher")
         with _new_task(function, args, _start_method(None, None)) as task:
             if debug_rank is not None:
-                return _run_among_peers(task, num_processes, debug_rank)
+                return _run_debugged_rank(task, num_processes, debug_rank)
             _run_elastic(
                 task,
                 nproc_per_node=num_processes,
@@ -143,7 +143,7 @@ def debug_launcher(
             return task.result()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused calls ----------------------------------------------------------------------------------------------------
 
 
 def _check_call(launcher: str, args: Sequence[Any], num_processes: int | None) -> None:
@@ -164,7 +164,7 @@ def _refuse_nesting(launcher: str) -> None:
 
 
 def _refuse_existing_state(launcher: str) -> None:
-    """Refuse to launch what would be captured by the function, and would quietly train alone in every worker."""
+    """Refuse to launch where state exists: workers would inherit it, and each would train on its own."""
     import torch.distributed as dist
 
     from ...runtime.group.runtime import Runtime
@@ -182,11 +182,11 @@ def _refuse_existing_state(launcher: str) -> None:
         )
 
 
-# --- how processes are started ----------------------------------------------------------------------------------------
+# --- starting processes -----------------------------------------------------------------------------------------------
 
 
 def _accelerator_in_use() -> str | None:
-    """Return the kind of accelerator that this process has initialised, or may have: it cannot be used after a fork."""
+    """Return the accelerator type that this process has, or may have, initialised: a fork cannot use it."""
     import torch
 
     from ...runtime.devices.device import accelerator_type, device_module
@@ -223,9 +223,9 @@ def _start_method(requested: str | None, accelerator_in_use: str | None) -> str:
 
 
 def _port(use_port: str | int, num_nodes: int) -> int:
-    """Return the port to meet at. On one host, where nobody else has to know, 0 is any that is free."""
+    """Return the port of the rendezvous: on one host 0, for any free port, unless another one was chosen."""
     if num_nodes == 1:
-        if str(use_port) == _PUBLISHED_PORT:
+        if str(use_port) == _DEFAULT_PORT:
             return 0
         try:
             check_port(int(use_port))
@@ -251,8 +251,8 @@ def _new_task(
 
 
 @contextmanager
-def _nobody_left_behind() -> Iterator[None]:
-    """End the processes that were started inside, if the block is left by an error or an impatient Ctrl-C."""
+def _children_killed_on_error() -> Iterator[None]:
+    """Kill the processes started inside the block if it is left by an error or a Ctrl-C."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -263,11 +263,11 @@ def _nobody_left_behind() -> Iterator[None]:
         raise
 
 
-# --- where the function runs ------------------------------------------------------------------------------------------
+# --- running the function ---------------------------------------------------------------------------------------------
 
 
 def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Run the function in this process, and leave the process as it was."""
+    """Run the function in this process, and reset the state that it has created."""
     from ...runtime.group.runtime import Runtime
 
     existed = Runtime.existing() is not None
@@ -279,20 +279,20 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _run_elastic(task: Task, **launch: Any) -> None:
-    """Run a task on workers that torchelastic starts, watches and ends."""
+    """Run a task on workers of torchelastic."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_SIGNALS, **_COUNT_WITHOUT_CUDA}
     if launch["max_restarts"]:
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: where workers meet]
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: worker rendezvous]
     ended_by = None
     with (
         patch_environment(**variables),
-        handlers_kept(),
-        _nobody_left_behind(),
-        nullcontext() if launch["max_restarts"] else quieted(*_LOGS_OF_FAILURES),  # a restart should be seen
+        handlers_restored(),
+        _children_killed_on_error(),
+        nullcontext() if launch["max_restarts"] else loggers_silenced(*_FAILURE_LOGGERS),  # restarts stay visible
     ):
         config = LaunchConfig(
             start_method=task.start_method,
@@ -304,17 +304,17 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         except ChildFailedError as error:
             failure = task.failure({rank: seen.exitcode for rank, seen in error.failures.items()})
             if failure is None:
-                raise _unexplained(error) from error
+                raise _failure_without_record(error) from error
             failure.failures = error.failures
-            raise failure from None  # torch names whom it saw end first, often a victim: kept as `__context__`
+            raise failure from None  # torch's own error names the first rank it saw end, often collateral
         except SignalException as signalled:
             ended_by = signalled
     if ended_by is not None:
-        signal.raise_signal(ended_by.sigval)  # now to whoever handled it before: Ctrl-C is a KeyboardInterrupt again
+        signal.raise_signal(ended_by.sigval)  # for the handler from before: Ctrl-C raises KeyboardInterrupt again
         raise ended_by
 
 
-def _unexplained(error: Any) -> WorkerFailedError:
+def _failure_without_record(error: Any) -> WorkerFailedError:
     from .failures import WorkerFailedError
 
     rank, failure = error.get_first_failure()
@@ -328,8 +328,8 @@ def _unexplained(error: Any) -> WorkerFailedError:
     return unexplained
 
 
-def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
-    """Be one rank of a task in this process, while the other ranks run in processes of their own."""
+def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
+    """Run the debugged rank of a task in this process, and the other ranks in processes of their own."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     from ...runtime.group.runtime import Runtime
@@ -338,22 +338,22 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
     excepthook = sys.excepthook
     ranks = [rank for rank in range(num_processes) if rank != debug_rank]
     world = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-    with patch_environment(**world), _nobody_left_behind(), quieted(*_LOGS_OF_FAILURES):
+    with patch_environment(**world), _children_killed_on_error(), loggers_silenced(*_FAILURE_LOGGERS):
         peers = start_processes(  # type: ignore[no-untyped-call]
-            _be_a_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
+            _run_peer, (task, ranks), nprocs=len(ranks), join=False, start_method=task.start_method
         )
-        sys.excepthook = _say_nothing  # the error is raised here
+        sys.excepthook = _ignore_error  # the error is raised here
         try:
             with patch_environment(RANK=debug_rank, LOCAL_RANK=debug_rank):
-                result = _call_patiently(task)
+                result = _call_with_debug_timeout(task)
         except Exception as error:
             failure = task.failure()
             if failure is None:
-                let_the_watcher_explain(error)
+                attach_diagnosis(error)
             raise error from (failure or error.__cause__)
         finally:
             Runtime.reset()
-            sys.excepthook = excepthook  # opening a process group put the rank in front of every line
+            sys.excepthook = excepthook  # opening a process group replaces the hook
         try:
             while not peers.join():
                 pass
@@ -362,31 +362,31 @@ def _run_among_peers(task: Task, num_processes: int, debug_rank: int) -> Any:
         return result if debug_rank == 0 else task.result()
 
 
-def _say_nothing(*_: Any) -> None:
-    """Be the hook for uncaught errors of a process whose errors are shown elsewhere."""
+def _ignore_error(*_: Any) -> None:
+    """Replace `sys.excepthook` where errors are reported elsewhere."""
 
 
-def _be_a_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
-    """Be one of the ranks beside the debugged one, and out of the debugger's way."""
+def _run_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
+    """Run a rank that is not debugged, without breakpoints and without the debugger's signals."""
     reset_signals(on_interrupt=signal.SIG_DFL)
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C at the debugger's prompt is not meant for this process
-    sys.breakpointhook = _pass_by
+    sys.breakpointhook = _ignore_breakpoint
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
     with patch_environment(RANK=ranks[index], LOCAL_RANK=ranks[index]):
-        replace(task, function=_call_patiently, args=(task,)).run()
+        replace(task, function=_call_with_debug_timeout, args=(task,)).run()
 
 
-def _pass_by(*args: Any, **kwargs: Any) -> None:
-    """Be the breakpoint of a rank that nobody debugs."""
+def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Replace `breakpoint()` in a rank that is not debugged."""
 
 
-def _call_patiently(task: Task) -> Any:
-    """Call the function with a process group that waits for a rank in the debugger."""
+def _call_with_debug_timeout(task: Task) -> Any:
+    """Call the function with a process group whose timeout allows for a rank in the debugger."""
     from ...runtime.group.runtime import Runtime
 
-    meeting_place = (task.directory / "meeting_place").as_uri()
-    options = InitProcessGroupKwargs(init_method=meeting_place, timeout=_PATIENCE)
-    Runtime.start(cpu=True, init_handler=options).barrier()  # nobody may leave while others still come
+    rendezvous_file = (task.directory / "rendezvous").as_uri()
+    options = InitProcessGroupKwargs(init_method=rendezvous_file, timeout=_DEBUG_TIMEOUT)
+    Runtime.start(cpu=True, init_handler=options).barrier()  # no rank may leave before all have joined
     return task.function(*task.args)

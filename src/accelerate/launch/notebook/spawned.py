@@ -1,4 +1,4 @@
-"""A function as a process pool starts it: told its number first, which becomes its rank."""
+"""A function for `torch.multiprocessing.start_processes`: its first argument becomes the rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from ...config.enums import DistributedType
 from ...config.environment import export, read
 
-MEETING_FILE = "ACCELERATE_DEBUG_RDV_FILE"
+RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
 
 
 class PrepareForLaunch:
     """Wrap a function for `torch.multiprocessing.start_processes`, which calls it with the number of the process.
 
     What the processes share (`WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) is the parent's to set. With `debug` they are
-    CPU processes that meet at the file `ACCELERATE_DEBUG_RDV_FILE` instead of at an address.
+    CPU processes, with the file `ACCELERATE_DEBUG_RDV_FILE` as their store.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Tell this process its rank, and run the function."""
+        """Set the rank of this process, and run the function."""
         world_size = read("WORLD_SIZE")
         variables = {"RANK": str(index), "LOCAL_RANK": str(index), "FORK_LAUNCHED": "1"}
         if world_size is not None:
@@ -35,15 +35,15 @@ class PrepareForLaunch:
             variables["ACCELERATE_USE_CPU"] = "yes"
         export(variables)
         if self.debug:
-            _meet_at_a_file(index, world_size, read(MEETING_FILE))
+            _init_from_file_store(index, world_size, read(RENDEZVOUS_FILE))
         self.launcher(*args)
 
 
-def _meet_at_a_file(rank: int, world_size: str | None, file: str | None) -> None:
+def _init_from_file_store(rank: int, world_size: str | None, file: str | None) -> None:
     if world_size is None or file is None:
         raise RuntimeError(
-            f"Process {rank} was started with debug=True, which needs WORLD_SIZE and {MEETING_FILE} (a path to a file "
-            "that does not exist yet) in the parent's environment. debug_launcher does all of this."
+            f"Process {rank} was started with debug=True, which needs WORLD_SIZE and {RENDEZVOUS_FILE} (a path to a "
+            "file that does not exist yet) in the parent's environment. debug_launcher does all of this."
         )
     from torch.distributed import init_process_group
     from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A Python function on its way to worker processes: what runs there and what comes back."""
+"""A Python function for worker processes: how it is sent, run, and how its result returns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.environment import export_settings, patch_environment, read
 from ...runtime.process import ProcessInfo
-from ..processes.signals import answer_with
-from ..processes.worker import TOLD, ending_by
+from ..processes.signals import set_handlers
+from ..processes.worker import DIAGNOSIS, error_record
 
 if TYPE_CHECKING:
     from .failures import WorkerFailedError
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A function, its arguments, and the directory where the workers leave what came of it.
+    """A function, its arguments, and the directory to which workers write the result or their failures.
 
-    A forked worker shares the notebook's memory and answers with plain pickle, so that a class of the notebook is
-    the same class when it comes back. A spawned worker knows nothing: cloudpickle carries the code itself, both ways.
+    A forked worker shares the notebook's memory and returns plain pickle, so that a class of the notebook stays the
+    same class. A spawned worker has no such memory: cloudpickle sends the code itself, in both directions.
     """
 
     function: Callable[..., Any]
@@ -42,38 +42,38 @@ class Task:
 
     @property
     def forked(self) -> bool:
-        """Tell whether workers share this process's memory, as it was at the start."""
+        """Whether workers start with a copy of this process's memory."""
         return self.start_method == "fork"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        carried = import_module("cloudpickle").dumps((self.function, self.args))
-        return _unpacked, (carried, self.directory, self.start_method, self.line_prefix)
+        payload = import_module("cloudpickle").dumps((self.function, self.args))
+        return _task_from_pickle, (payload, self.directory, self.start_method, self.line_prefix)
 
     def run(self) -> None:
-        """Do a worker's part: run the function; leave rank 0's result, or this rank's failure."""
+        """Run the function in a worker; write rank 0's result, or this rank's failure."""
         import torch
 
         if self.forked:
-            atexit._clear()  # of the parent, whose temporary folders they delete; the watcher may run them
+            atexit._clear()  # the parent's hooks delete its temporary folders, and the watcher may run them
         here = ProcessInfo.from_environment()
-        _print_whole_lines(self._line_prefix_of(here))
+        _buffer_lines(self._line_prefix_of(here))
         if self.forked or read("OMP_NUM_THREADS") is None:
             torch.set_num_threads(1)  # OpenMP's threads did not survive the fork; and N workers share the cores
-        # The watcher calls it with the error of a thread that does not come back. The launcher shows the error.
-        sys.excepthook = lambda kind, error, trace: self._leave_failure(here.rank, error)
+        # The watcher calls it with the error of a thread that hangs. The launcher shows the error.
+        sys.excepthook = lambda kind, error, trace: self._write_failure(here.rank, error)
         try:
             with patch_environment(**export_settings({"fork_launched": self.forked or None})):
                 result = self._call()
             if here.rank == 0:
-                (self.directory / "result").write_bytes(self._packed(result))
+                (self.directory / "result").write_bytes(self._serialized(result))
         except (Exception, SystemExit) as error:
-            self._leave_failure(here.rank, error)
+            self._write_failure(here.rank, error)
             if isinstance(error, Exception):
-                let_the_watcher_explain(error)
-            if hasattr(error, TOLD):
-                self._leave_failure(here.rank, error)
+                attach_diagnosis(error)
+            if hasattr(error, DIAGNOSIS):
+                self._write_failure(here.rank, error)
             raise
-        leave_the_others()
+        leave_process_group()
 
     def _line_prefix_of(self, here: ProcessInfo) -> str | None:
         if self.line_prefix is None:
@@ -90,7 +90,7 @@ class Task:
                 raise
             return None
 
-    def _packed(self, result: Any) -> bytes:
+    def _serialized(self, result: Any) -> bytes:
         try:
             return bytes((pickle if self.forked else import_module("cloudpickle")).dumps(result))
         except Exception as error:
@@ -99,7 +99,7 @@ class Task:
                 f"({error}): return numbers, tensors or a state_dict, or save it to a file."
             ) from error
 
-    def _leave_failure(self, rank: int, error: BaseException) -> None:
+    def _write_failure(self, rank: int, error: BaseException) -> None:
         attempt = int(read("TORCHELASTIC_RESTART_COUNT") or 0)
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
@@ -107,12 +107,12 @@ class Task:
         failure = {
             "attempt": attempt,
             "rank": rank,
-            "record": ending_by(error),
-            "details": "".join(traceback.format_exception(type(error), error, _without_watcher(trace))).strip(),
+            "record": error_record(error),
+            "details": "".join(traceback.format_exception(type(error), error, _without_watcher_frames(trace))).strip(),
         }
         draft = self.directory / f"{attempt}-{rank}.draft"
         draft.write_text(json.dumps(failure))
-        draft.rename(draft.with_suffix(".failure"))  # whole or not there: the launcher may be ending this worker
+        draft.rename(draft.with_suffix(".failure"))  # atomic: the launcher may be ending this worker
 
     def result(self) -> Any:
         """Return what rank 0 returned; None on a host that does not run rank 0."""
@@ -122,8 +122,8 @@ class Task:
     def failure(self, exit_codes: Mapping[int, int] | None = None) -> WorkerFailedError | None:
         """Return the failure that ended the last attempt: the others are its consequences.
 
-        `exit_codes` says by rank how workers ended, as far as that is known: one that was killed has left nothing here,
-        and if it was the first, nothing is returned.
+        `exit_codes` has the known exit codes by rank. A worker that was killed has written no failure; if it was the
+        first, None is returned.
         """
         left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
         if not left:
@@ -141,18 +141,20 @@ class Task:
         first = judge(endings, out_of_memory=False).culprit
         if first.record is None:
             return None
-        return WorkerFailedError(first.rank, first.record["text"], failures[first.rank]["details"], told=first.told)
+        return WorkerFailedError(
+            first.rank, first.record["text"], failures[first.rank]["details"], told=first.diagnosis
+        )
 
 
-def let_the_watcher_explain(error: Exception) -> None:
-    """Hand an error to the watcher, which stands at `sys.excepthook`: it knows why a connection was lost."""
+def attach_diagnosis(error: Exception) -> None:
+    """Call `sys.excepthook`, where the watcher adds its diagnosis to the error of a lost connection."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def leave_the_others() -> None:
+def leave_process_group() -> None:
     """Leave the process group as a script does at its end: torch lets no worker end before all of them are done.
 
-    A rank that still waits for this one is then told that it has left, and not that it is busy.
+    The watcher then reports to a rank that still waits for this one that it has left, and not that it is busy.
     """
     from ...runtime.group.runtime import Runtime
 
@@ -172,27 +174,27 @@ def run_task(task: Task) -> None:
     reset_signals(interrupt)
     task.run()
     if interrupted.is_set():
-        raise KeyboardInterrupt  # the function has dealt with it, but nobody waits for its result any more
+        raise KeyboardInterrupt  # the function has handled it, but its result is no longer needed
 
 
 def reset_signals(on_interrupt: Any) -> None:
     """Undo the launcher's handlers, which a fork inherits: SIGTERM has to end a worker inside a collective too."""
-    answer_with(signal.SIG_DFL)
+    set_handlers(signal.SIG_DFL)
     signal.signal(signal.SIGINT, on_interrupt)
 
 
-def _print_whole_lines(prefix: str | None) -> None:
-    """Print by the line, so that the lines of two ranks are not torn apart and none is lost with its process."""
+def _buffer_lines(prefix: str | None) -> None:
+    """Buffer output by line, so that lines of two ranks do not mix and none is lost when a process ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if prefix is None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
-        elif stream is not None:  # a notebook's stream passes on every piece of a line at once
-            setattr(sys, name, _WholeLines(stream, prefix or ""))
+        elif stream is not None:  # a notebook's stream forwards every piece of a line at once
+            setattr(sys, name, _LineBuffer(stream, prefix or ""))
 
 
-class _WholeLines:
-    """A stream that passes whole lines on."""
+class _LineBuffer:
+    """A stream that forwards whole lines."""
 
     def __init__(self, stream: Any, prefix: str) -> None:
         self._stream = stream
@@ -200,7 +202,7 @@ class _WholeLines:
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Take text; pass on what is complete."""
+        """Buffer text; forward the complete lines."""
         *lines, self._line = (self._line + text).split("\n")
         if lines:
             self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
@@ -208,7 +210,7 @@ class _WholeLines:
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what there is: a progress bar ends no line."""
+        """Forward an incomplete line too: a progress bar writes no newline."""
         if self._line:
             self._stream.write(self._prefix + self._line)
             self._line = ""
@@ -218,13 +220,13 @@ class _WholeLines:
         return getattr(self._stream, name)
 
 
-def _unpacked(carried: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
-    function, args = pickle.loads(carried)
+def _task_from_pickle(payload: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
+    function, args = pickle.loads(payload)
     return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
 
 
-def _without_watcher(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of the watcher, which stands in for `sys.exit`."""
+def _without_watcher_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the watcher, which wraps `sys.exit`."""
     watcher = Path(__file__).parents[2] / "watch" / "hangs"
     kept = []
     while trace is not None:

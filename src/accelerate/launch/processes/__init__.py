@@ -1,1 +1,1 @@
-"""Start, supervise and end the processes of this machine. Start with `run`."""
+"""Start, supervise and terminate the processes of this machine. See `run`."""

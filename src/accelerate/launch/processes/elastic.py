@@ -1,4 +1,4 @@
-"""Many processes, by torchelastic. The only module of this package that imports torch."""
+"""Run several processes by torchelastic. The only module of this package that imports torch."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ...errors import REQUEUE_EXIT_CODE, LaunchError
-from ..machines.failure_exchange import SECONDS_TO_HEAR, News
+from ..console import loggers_silenced, notify
+from ..machines.failure_exchange import SECONDS_TO_EXCHANGE, FailureExchange
 from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
-from ..say import quieted, say
 from .guard import Guard
-from .signals import answer_with, answered_by
+from .signals import handled_by, set_handlers
 from .verdict import Ending, judge
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
-"""After the first failure, so that ranks which fail by themselves can say so."""
+"""Grace period after the first failure, in which other ranks can fail by themselves and write a record."""
 SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
-LONGEST_TEXT_FOR_OTHERS = 8000
+MAX_PUBLISHED_TEXT = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
 
 
-class PortTaken(Exception):
-    """Say that somebody else listens on the port, so that another one can be tried."""
+class PortInUse(Exception):
+    """The port is in use; the caller may try another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What torchelastic needs to know."""
+    """The settings of one run for torchelastic."""
 
     command: tuple[str, ...]
     processes_here: int
@@ -73,12 +73,12 @@ class Job:
     redirects: str
     line_prefix: str
     debug: bool
-    is_meeting_place: bool = False
-    """The machines meet here: the store is in this process."""
+    is_rendezvous_host: bool = False
+    """Whether this process hosts the rendezvous store."""
 
     @property
     def is_static(self) -> bool:
-        """Whether every machine was given its number beforehand."""
+        """Whether machine ranks are fixed before the start."""
         return self.backend == "static"
 
 
@@ -89,74 +89,74 @@ class Outcome:
     endings: list[Ending] = field(default_factory=list)
     attempts: int = 1
     signal: int | None = None
-    """The signal that asked the launcher to end, if one did."""
+    """The termination signal that the launcher received, if any."""
     machine_rank: int = 0
-    """As the machines agreed, where they may come and go."""
+    """As assigned by the rendezvous; with `nnodes` it can change between attempts."""
 
     @property
-    def asks_for_a_start(self) -> bool:
-        """Whether the processes saved and left, to be started again."""
+    def asks_for_restart(self) -> bool:
+        """Whether all processes saved and ended with the exit code that asks for a restart."""
         codes = {ending.exit_code for ending in self.endings}
         return REQUEUE_EXIT_CODE in codes and codes <= {0, REQUEUE_EXIT_CODE}
 
     @property
     def failed(self) -> bool:
-        """Whether any process did not end well."""
+        """Whether any process failed."""
         return any(ending.failed for ending in self.endings)
 
 
 def run(job: Job, guard: Guard) -> Outcome:
     """Run the processes of this machine until they end."""
     agent = Agent(job, guard)
-    # What torchelastic says about a failure is said better, and once, by the verdict.
-    quiet = nullcontext() if job.debug else quieted("torch.distributed.elastic")
+    # The verdict reports failures, once and in full, so torchelastic need not.
+    quiet = nullcontext() if job.debug else loggers_silenced("torch.distributed.elastic")
     try:
-        with quiet, answered_by(agent.on_signal):
+        with quiet, handled_by(agent.on_signal):
             agent.run()
     except SignalException:
         pass
     except (RendezvousError, DistError) as error:
         if "address already in use" in str(error).lower():
-            raise PortTaken from error
+            raise PortInUse from error
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise LaunchError(
-            f"The machines did not meet, or lost each other, at {job.address}:{job.port}: {reason} Is the launch on "
-            "that machine still running? The run cannot continue without it."
+            f"The rendezvous of the machines failed, or a machine was lost, at {job.address}:{job.port}: {reason} Is "
+            "the launch on that machine still running? The run cannot continue without it."
         ) from error
     finally:
-        if agent.news is not None:
-            if agent.outcome.failed:  # Slurm ends all when the first one has left, but a verdict is due
+        if agent.exchange is not None:
+            if agent.outcome.failed:  # Slurm terminates all when the first launcher ends, but the panel comes first
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            agent.news.leave_together()
+            agent.exchange.exit_barrier()
         agent.rendezvous.shutdown()
     return agent.outcome
 
 
-class _StoreForEveryAttempt(StaticTCPRendezvous):
+class _StorePerAttempt(StaticTCPRendezvous):
     """torch's static rendezvous, with a new store on a new port for the processes of every attempt.
 
-    torch hands them the same one again, where they find the addresses of processes that have ended, and wait.
+    torch reuses one store, in which restarted processes find stale addresses and hang.
     """
 
     attempts = 0
     use_agent_store = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        met = super().next_rendezvous()
+        found = super().next_rendezvous()
         self.attempts += 1
-        store = PrefixStore(f"attempt_{self.attempts}", met.store)
-        place = RendezvousStoreInfo.build(met.rank, store, local_addr=self.master_addr)
-        return RendezvousInfo(store, met.rank, met.world_size, place)
+        store = PrefixStore(f"attempt_{self.attempts}", found.store)
+        place = RendezvousStoreInfo.build(found.rank, store, local_addr=self.master_addr)
+        return RendezvousInfo(store, found.rank, found.world_size, place)
 
 
 class Agent(LocalElasticAgent):
-    """torchelastic's agent, which notes how every rank ended and gives them time to."""
+    """torchelastic's agent, which also records how every rank ended and grants time to end."""
 
     def __init__(self, job: Job, guard: Guard) -> None:
         self.job = job
         self.guard = guard
         self.outcome = Outcome()
-        self.news: News | None = None
+        self.exchange: FailureExchange | None = None
         self._deadline: float | None = None
         self.rendezvous = self._make_rendezvous()
         spec = WorkerSpec(
@@ -182,11 +182,11 @@ class Agent(LocalElasticAgent):
         if job.is_static:
             settings["rank"] = job.machine_rank
         if job.is_static and job.max_restarts > 0:
-            return _StoreForEveryAttempt(
+            return _StorePerAttempt(
                 job.address, job.port, job.machine_rank, job.max_machines, job.run_id, int(settings["timeout"])
             )
-        # torch recognises its own machine by a loopback address, but not by every name and address it has.
-        is_local = job.is_meeting_place and not job.is_static
+        # torch recognises its own machine by a loopback address, but not by all of its names and addresses.
+        is_local = job.is_rendezvous_host and not job.is_static
         return rendezvous.get_rendezvous_handler(
             RendezvousParameters(
                 backend=job.backend,
@@ -200,15 +200,15 @@ class Agent(LocalElasticAgent):
         )
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Hand a signal to the processes and give them time; on the second one, end them."""
-        if not self._living():
+        """Forward a signal to the processes and start the grace period; on the second signal, kill them."""
+        if not self._running():
             raise SystemExit(128 + number)
         if self.outcome.signal is None:
             self.outcome.signal = number
             self._deadline = time.monotonic() + self.job.grace_period
             self._send(number)
             again = "; press Ctrl-C again to end them now" if number == signal.SIGINT else ""
-            say(
+            notify(
                 f"{signal.Signals(number).name}: the processes have {self.job.grace_period:g} s to save and end{again}."
             )
         else:
@@ -216,26 +216,26 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.job.is_static and self.job.max_machines > 1:
-            answer_with(signal.SIG_DFL)  # torch waits in C++, where no handler of Python's would run
-        if self.news is not None:
-            self.news.tell(None)  # so that nobody goes on listening to the attempt before
-            self.news = None
-        with self._notice_of_a_long_wait():
+            set_handlers(signal.SIG_DFL)  # torch blocks in C++, where Python runs no handlers
+        if self.exchange is not None:
+            self.exchange.publish(None)  # releases those who wait for the previous attempt
+            self.exchange = None
+        with self._notify_of_long_wait():
             super()._rendezvous(worker_group)
-        found: Any = worker_group  # torch's annotations say that its numbers are None
+        found: Any = worker_group  # torch annotates these numbers as None
         self.outcome.machine_rank = found.group_rank
-        if found.group_world_size > 1 and News.can_travel(found.store):
-            self.news = News(found.store, found.group_world_size)
+        if found.group_world_size > 1 and FailureExchange.is_supported(found.store):
+            self.exchange = FailureExchange(found.store, found.group_world_size)
 
     @contextmanager
-    def _notice_of_a_long_wait(self) -> Iterator[None]:
+    def _notify_of_long_wait(self) -> Iterator[None]:
         least, most = self.job.min_machines, self.job.max_machines
         wanted = f"{most}" if least == most else f"{least} to {most}"
         place = f"{self.job.address}:{self.job.port}"
         sentence = (
             f"for {SECONDS_BETWEEN_NOTICES:.0f} s this machine has waited at {place} for others; {wanted} are wanted."
         )
-        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, say, [sentence])
+        timer = threading.Timer(SECONDS_BETWEEN_NOTICES, notify, [sentence])
         timer.daemon = True
         timer.start()
         try:
@@ -244,81 +244,81 @@ class Agent(LocalElasticAgent):
             timer.cancel()
 
     def _exit_barrier(self) -> None:
-        """Wait for the other machines, which may need the store, in a way that hears signals and failures."""
-        if self.news is None:
+        """Wait for the other machines, which may need the store, while handling signals and failures."""
+        if self.exchange is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
             return
-        self.news.done()
-        self.news.wait(SECONDS_FOR_OTHER_MACHINES_TO_END)
-        self._note_culprit_elsewhere()
+        self.exchange.mark_done()
+        self.exchange.wait(SECONDS_FOR_OTHER_MACHINES_TO_END)
+        self._add_remote_culprit()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        answer_with(self.on_signal)  # torch has just put its own handlers there
-        self.guard.look_after(pids.values())
+        set_handlers(self.on_signal)  # torch has just installed its own
+        self.guard.watch_groups(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         still_running: set[int] = set()
-        lost_elsewhere = self.news is not None and self.news.culprit is not None
+        failed_elsewhere = self.exchange is not None and self.exchange.culprit is not None
         if self.outcome.signal is not None:
             self._remaining_restarts = 0
-            self._wait_for_everyone()
-            self._note_endings(worker_group)
-            self._tell_other_machines()
+            self._wait_for_exit()
+            self._record_endings(worker_group)
+            self._publish_failure()
         elif REQUEUE_EXIT_CODE in self._exit_codes().values():
-            self._remaining_restarts = 0  # whoever asked it to leave decides when it may come back
+            self._remaining_restarts = 0  # the batch system decides when it restarts
             self._deadline = time.monotonic() + self.job.grace_period
-            self._wait_for_everyone()
-        elif lost_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
+            self._wait_for_exit()
+        elif failed_elsewhere or any(code not in (None, 0) for code in self._exit_codes().values()):
             self._wait_for_failures()
-            self._note_endings(worker_group)
-            self._tell_other_machines()
-            still_running = self._end_the_rest()
+            self._record_endings(worker_group)
+            self._publish_failure()
+            still_running = self._terminate_running()
         result: RunResult = super()._monitor_workers(worker_group)
-        if not self._living():
-            self._note_endings(worker_group, still_running)
-            self._note_culprit_elsewhere()
-        return RunResult(state=WorkerState.FAILED) if lost_elsewhere else result
+        if not self._running():
+            self._record_endings(worker_group, still_running)
+            self._add_remote_culprit()
+        return RunResult(state=WorkerState.FAILED) if failed_elsewhere else result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.outcome.failed:
             left = self._remaining_restarts
             verdict = judge(self.outcome.endings, out_of_memory=False)
             lost = " (it lost another machine)" if verdict.elsewhere else ""
-            say(f"{verdict.headline}{lost}; restarting ({left} more after this).")
+            notify(f"{verdict.headline}{lost}; restarting ({left} more after this).")
             self.outcome.attempts += 1
         else:
-            say("the number of machines changed; restarting with the new number.")
+            notify("the number of machines changed; restarting with the new number.")
         self.outcome.endings.clear()
         super()._restart_workers(worker_group)
 
-    def _wait_for_everyone(self) -> None:
+    def _wait_for_exit(self) -> None:
         assert self._deadline is not None
         deadline = self._deadline
-        while self._living() and time.monotonic() < deadline:
+        while self._running() and time.monotonic() < deadline:
             codes = self._exit_codes().values()
             if deadline == self._deadline and any(code not in (None, 0, REQUEUE_EXIT_CODE) for code in codes):
-                # A rank let the signal end it, so this script has nothing to save: the others are only stuck.
+                # A rank ended by the signal, so the script has nothing to save: the other ranks only hang.
                 deadline = min(deadline, time.monotonic() + SECONDS_AFTER_ONE_GAVE_UP)
             time.sleep(0.05)
         self._send(signal.SIGKILL)
 
     def _wait_for_failures(self) -> None:
-        """Let others fail by themselves for a moment."""
+        """Give other ranks a moment to fail by themselves."""
         until = time.monotonic() + SECONDS_FOR_OTHERS_TO_FAIL
-        while self._living() and time.monotonic() < until:
+        while self._running() and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _end_the_rest(self) -> set[int]:
-        """End the ranks that still run, and return them."""
-        living = set(self._living())
-        if living:
+    def _terminate_running(self) -> set[int]:
+        """Terminate the ranks that still run, and return them."""
+        running = set(self._running())
+        if running:
             assert self._pcontext is not None
             self._pcontext.close(signal.SIGTERM, SECONDS_FOR_COLLATERAL_TO_END)
-        return living
+        return running
 
-    def _note_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
+    def _record_endings(self, worker_group: WorkerGroup, ended_by_launcher: Collection[int] = ()) -> None:
         assert self._pcontext is not None
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self.outcome.endings = [
@@ -332,26 +332,24 @@ class Agent(LocalElasticAgent):
             for local_rank, code in self._exit_codes().items()
         ]
 
-    def _tell_other_machines(self) -> None:
-        """Say who failed here, or wait for a moment to hear it where all ranks here only lost their peers."""
-        if self.news is None or not self.outcome.failed:
+    def _publish_failure(self) -> None:
+        """Publish the culprit; where all ranks here only lost their peers, wait briefly for another machine's."""
+        if self.exchange is None or not self.outcome.failed:
             return
         verdict = judge(self.outcome.endings, out_of_memory=False)
         if verdict.elsewhere:
             if self.outcome.signal is None:
-                self.news.wait(SECONDS_TO_HEAR)
+                self.exchange.wait(SECONDS_TO_EXCHANGE)
             return
         culprit = verdict.culprit
         if culprit.record is not None:
-            culprit = replace(
-                culprit, record=culprit.record | {"text": culprit.record["text"][:LONGEST_TEXT_FOR_OTHERS]}
-            )
+            culprit = replace(culprit, record=culprit.record | {"text": culprit.record["text"][:MAX_PUBLISHED_TEXT]})
         machine = f"machine {self.outcome.machine_rank} ({socket.gethostname()})"
-        self.news.tell(asdict(replace(culprit, machine=machine, crash=culprit.crash[:LONGEST_TEXT_FOR_OTHERS])))
+        self.exchange.publish(asdict(replace(culprit, machine=machine, crash=culprit.crash[:MAX_PUBLISHED_TEXT])))
 
-    def _note_culprit_elsewhere(self) -> None:
-        if self.news is not None and self.news.culprit is not None:
-            culprit = Ending(**self.news.culprit)
+    def _add_remote_culprit(self) -> None:
+        if self.exchange is not None and self.exchange.culprit is not None:
+            culprit = Ending(**self.exchange.culprit)
             if culprit.rank not in (ending.rank for ending in self.outcome.endings):
                 self.outcome.endings.append(culprit)
 
@@ -364,10 +362,10 @@ class Agent(LocalElasticAgent):
     def _exit_codes(self) -> dict[int, int | None]:
         return {local_rank: process.poll() for local_rank, process in self._processes().items()}
 
-    def _living(self) -> list[int]:
+    def _running(self) -> list[int]:
         return [local_rank for local_rank, code in self._exit_codes().items() if code is None]
 
     def _send(self, number: int) -> None:
-        for local_rank in self._living():
+        for local_rank in self._running():
             with suppress(ProcessLookupError):
                 os.killpg(self._processes()[local_rank].pid, number)

@@ -1,7 +1,7 @@
-"""Outlive the launcher for a moment: when it is gone, however it went, end what is left of its processes.
+"""Terminate the processes of a launcher that has ended, however it ended.
 
-Started by path in a session of its own, so that neither Ctrl-C nor the launcher's end reaches it. Standard input is
-the link: every line names a process group to look after, and its end means that the launcher is gone.
+Runs as a script, in a session of its own, so that neither Ctrl-C nor the launcher's end reaches it. It reads standard
+input: every line is a process group to terminate, and end of file means that the launcher has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS_TO_END = 5.0
 
 
 class Guard:
-    """The launcher's side of the link."""
+    """The launcher's handle on the guard process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -28,15 +28,15 @@ class Guard:
             start_new_session=True,
         )
 
-    def look_after(self, process_groups: Iterable[int]) -> None:
-        """Name process groups that must not outlive the launcher."""
+    def watch_groups(self, process_groups: Iterable[int]) -> None:
+        """Register process groups that must not outlive the launcher."""
         assert self._process.stdin is not None
         self._process.stdin.write("".join(f"{group}\n" for group in process_groups).encode())
         self._process.stdin.flush()
 
 
 def end_groups(groups: set[int]) -> None:
-    """End process groups: SIGTERM first, SIGKILL for what is still there after some seconds."""
+    """Terminate process groups: SIGTERM first, SIGKILL for those that remain after some seconds."""
     deadline = time.monotonic() + SECONDS_TO_END
     _signal(groups, signal.SIGTERM)
     while groups and time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def _signal(groups: set[int], number: int) -> bool:
         try:
             os.killpg(group, number)
             reached = True
-        except (ProcessLookupError, PermissionError):  # it ended, and perhaps its number belongs to someone else
+        except (ProcessLookupError, PermissionError):  # it ended, and its number may be reused
             pass
     return reached
 

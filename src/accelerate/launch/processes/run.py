@@ -1,4 +1,4 @@
-"""Carry out a plan: by one command, which may be the batch system's own starter, or by torchelastic."""
+"""Run a plan: by one command, which may be srun or mpirun, or by torchelastic."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import FrameType
 
 from ...config import environment
 from ...config.launch.settings import LaunchSettings
-from ..plan import Plan, command_of
-from .signals import answered_by
+from ..plan import Plan, worker_command
+from .signals import handled_by
 
 
-def carry_out(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
+def run_plan(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
     """Run the plan and return the exit code of the launch.
 
-    A plan that is one command takes the place of this process with `replace_process`: nobody stands between it and
-    the terminal. A caller who wants to go on afterwards has it run as a child.
+    With `replace_process`, a plan of one command replaces this process (exec), and the call does not return. Otherwise
+    the command runs as a child.
     """
-    if plan.way == "elastic":
+    if plan.method == "elastic":
         from .supervise import supervise
 
         return supervise(settings, plan)
@@ -32,33 +32,33 @@ def carry_out(settings: LaunchSettings, plan: Plan, *, replace_process: bool) ->
             os.execvpe(command[0], command, variables)
         return _run(command, variables)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{command[0]} is not on the PATH: {plan.way} cannot be used to start.") from error
+        raise FileNotFoundError(f"{command[0]} is not on the PATH: {plan.method} cannot be used to start.") from error
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> int:
-    """Run a command as a child and return its exit code as a shell does; signals that ask to end are for the child."""
+    """Run a command as a child and return its exit code as a shell does; termination signals go to the child."""
     child = subprocess.Popen(command, env=variables)
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:  # the terminal sends that one to both
             child.send_signal(number)
 
-    with answered_by(hand_on):
+    with handled_by(forward):
         code = child.wait()
     return code if code >= 0 else 128 - code
 
 
 def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
-    command = command_of(settings, plan.script, recorded=False)
-    if plan.way == "mpirun":
+    command = worker_command(settings, plan.script, recorded=False)
+    if plan.method == "mpirun":
         total = str(plan.num_processes)
-        command = ["mpirun", "--hostfile", str(settings.mpirun_hostfile), "-np", total, *_exported(plan), *command]
-    elif plan.way == "srun":
-        # The same launch once per machine; Slurm then tells each which one it is.
+        command = ["mpirun", "--hostfile", str(settings.mpirun_hostfile), "-np", total, *_export_flags(plan), *command]
+    elif plan.method == "srun":
+        # The same launch once per machine; each reads its rank from Slurm's variables.
         machines = str(plan.num_machines)
         command = ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", *_all_accelerators(), sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-        command += ["launch", *settings.as_words(), *plan.script]
+        command += ["launch", *settings.to_flags(), *plan.script]
     return command
 
 
@@ -68,5 +68,5 @@ def _all_accelerators() -> list[str]:
     return [f"--gpus-per-node={number}"] if number else []
 
 
-def _exported(plan: Plan) -> list[str]:
+def _export_flags(plan: Plan) -> list[str]:
     return [word for name in plan.variables for word in ("-x", name)]

@@ -1,4 +1,4 @@
-"""The signals that ask a launcher to end, and who answers them at which time."""
+"""Termination signals of a launcher, and their handlers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
-"""The last two are unknown to Windows."""
+TERMINATION_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+"""Windows has no SIGHUP and no SIGQUIT."""
 
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers | int | None
 
 
-def answer_with(handler: Handler) -> None:
-    """Set who answers the signals; outside the main thread Python allows no change."""
+def set_handlers(handler: Handler) -> None:
+    """Set the handler of all termination signals; does nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
+        for number in TERMINATION_SIGNALS:
             signal.signal(number, handler)
 
 
 @contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Give the signals back, after the block, to whoever answered them before."""
-    before = {number: signal.getsignal(number) for number in ENDING}
+def handlers_restored() -> Iterator[None]:
+    """Restore the previous handlers after the block."""
+    before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
     try:
         yield
     finally:
@@ -37,13 +39,13 @@ def handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def answered_by(handler: Handler) -> Iterator[None]:
-    """Let one function answer the signals inside the block."""
-    with handlers_kept():
-        answer_with(handler)
+def handled_by(handler: Handler) -> Iterator[None]:
+    """Handle the termination signals by one function inside the block."""
+    with handlers_restored():
+        set_handlers(handler)
         yield
 
 
-def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End this process now: nobody was started yet. An exception could get lost inside `import torch`."""
+def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit now: no process was started yet. `import torch` could swallow an exception."""
     os._exit(128 + number)

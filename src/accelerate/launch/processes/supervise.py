@@ -1,4 +1,4 @@
-"""Many processes: meet the other machines, let torchelastic run, and say how it ended."""
+"""Run several processes: check the rendezvous, run torchelastic, and report how the run ended."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.environment import FOUND_BY_CHECK, patch_environment, read
+from ...config.environment import CHECK_FAILED_CODE, patch_environment, read
 from ...config.launch.settings import LaunchSettings
 from ...errors import REQUEUE_EXIT_CODE, LaunchError
+from ..console import notify
 from ..machines import preflight
-from ..machines.network import is_here, local_address_towards
-from ..plan import Plan, command_of
-from ..say import say
+from ..machines.network import is_local_address, local_address_towards
+from ..plan import Plan, worker_command
 from .guard import Guard
-from .signals import answered_by, leave_at_once
+from .signals import exit_at_once, handled_by
 from .verdict import judge, panel
-from .worker import LAUNCHER
+from .worker import LAUNCHER_PID
 
 if TYPE_CHECKING:
     from .elastic import Outcome
 
 
 def supervise(settings: LaunchSettings, plan: Plan) -> int:
-    """Run the processes of this machine by torchelastic, say the verdict, and return the exit code."""
-    with answered_by(leave_at_once):
-        guard = Guard()  # starts while the machines meet and torch is imported
-        _meet(plan)
-        # When a machine is lost, the launcher says so; torch's own store would print its C++ stack.
+    """Run the processes of this machine by torchelastic, print the verdict, and return the exit code."""
+    with handled_by(exit_at_once):
+        guard = Guard()  # starts during the rendezvous check and the import of torch
+        _check_rendezvous(plan)
+        # The launcher reports a lost machine itself; torch's store would print its C++ stack.
         silence = {} if settings.debug else {"TORCH_CPP_LOG_LEVEL": read("TORCH_CPP_LOG_LEVEL") or "ERROR"}
         with patch_environment(**silence):
             from . import elastic  # noqa: F401
     kept = Path(settings.log_dir).expanduser() if settings.log_dir else None
     folder = kept or Path(tempfile.mkdtemp(prefix="accelerate_"))
     kills_before = _out_of_memory_kills()
-    variables = plan.variables | {LAUNCHER: str(os.getpid())}
+    variables = plan.variables | {LAUNCHER_PID: str(os.getpid())}
     if plan.backend != "static":
         # With the shared store, torch's agents do not recover from the loss of a peer.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         with patch_environment(**variables):
             outcome = _run(settings, plan, folder, guard)
-        if outcome.asks_for_a_start:
-            say(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
+        if outcome.asks_for_restart:
+            notify(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
             return REQUEUE_EXIT_CODE
         if outcome.signal is not None:
             return 128 + outcome.signal if outcome.failed else 0
         if not outcome.failed:
             return 0
         verdict = judge(outcome.endings, out_of_memory=_out_of_memory_kills() > kills_before)
-        if settings.check and verdict.exit_code == FOUND_BY_CHECK and verdict.culprit.signal_name is None:
-            return FOUND_BY_CHECK  # what was found has been printed
+        if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
+            return CHECK_FAILED_CODE  # the findings were printed
         if settings.quiet:
-            say(verdict.headline)
+            notify(verdict.headline)
         else:
             drawn = panel(
                 verdict,
@@ -73,8 +73,8 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _meet(plan: Plan) -> None:
-    """Make sure that the machines can meet, before anything that takes long."""
+def _check_rendezvous(plan: Plan) -> None:
+    """Check ports and the other machines, before anything slow."""
     if plan.num_machines == 1:
         if not plan.port_is_free:
             preflight.check_port(plan.port)
@@ -85,9 +85,9 @@ def _meet(plan: Plan) -> None:
             processes_here=plan.processes_here,
             host=socket.gethostname(),
         )
-        preflight.call_the_roll(own, plan.address, plan.port, plan.hosts)
-    elif not is_here(plan.address):
-        preflight.reach(plan.address, plan.port)
+        preflight.wait_for_all_machines(own, plan.address, plan.port, plan.hosts)
+    elif not is_local_address(plan.address):
+        preflight.check_reachable(plan.address, plan.port)
 
 
 def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Outcome:
@@ -98,7 +98,7 @@ def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Ou
     if settings.log_dir and tee == redirects == "0":
         tee, redirects = ("0:3" if plan.machine_rank == 0 else "0"), "3"
     job = elastic.Job(
-        command=tuple(command_of(settings, plan.script, recorded=True)),
+        command=tuple(worker_command(settings, plan.script, recorded=True)),
         processes_here=plan.processes_here,
         min_machines=plan.min_machines,
         max_machines=plan.num_machines,
@@ -118,11 +118,11 @@ def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Ou
         redirects=redirects,
         line_prefix=f"[{socket.gethostname()} rank ${{rank}}] " if several else "[rank ${rank}] ",
         debug=settings.debug,
-        is_meeting_place=plan.machine_rank == 0 if plan.backend == "static" else is_here(plan.address),
+        is_rendezvous_host=plan.machine_rank == 0 if plan.backend == "static" else is_local_address(plan.address),
     )
     try:
         return elastic.run(job, guard)
-    except elastic.PortTaken:
+    except elastic.PortInUse:
         if not plan.port_is_free:
             raise LaunchError(
                 f"Port {plan.port} was taken while the run started: choose another --main_process_port."
@@ -138,12 +138,12 @@ def _rendezvous_settings(settings: LaunchSettings) -> dict[str, str]:
 
 
 def _run_id(plan: Plan) -> str:
-    """Return a name that all machines of this run share."""
+    """Return an id that all machines of this run share."""
     return uuid.uuid4().hex[:8] if plan.num_machines == 1 else f"accelerate-{plan.port}"
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    """Return the kernel's count of out-of-memory kills; 0 where it has no such counter."""
     try:
         counters = Path("/proc/vmstat").read_text().split()
     except OSError:

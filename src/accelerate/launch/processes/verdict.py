@@ -1,4 +1,4 @@
-"""Say which rank ended a run, and why: one short panel, the last thing that is printed."""
+"""Find the rank that ended a run, and the cause: one short panel, printed last."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.collectives.last_calls import read_calls
-from .worker import CRASH_FILE_NAME, is_users
+from .worker import CRASH_FILE_NAME, is_user_file
 
-# What a healthy rank meets when another one is gone. Gloo, NCCL, the store and torch's own wording.
-_SYMPTOMS_OF_A_LOST_PEER = re.compile(
+# Errors of a healthy rank that lost a peer, as Gloo, NCCL, the store and torch word them.
+_LOST_PEER_ERRORS = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
     r"|nccl communicator was aborted|watchdog caught collective operation timeout|unhandled system error"
@@ -34,13 +34,13 @@ class Ending:
     rank: int
     local_rank: int
     exit_code: int
-    """As the operating system says it: negative for a signal."""
+    """As `subprocess` reports it: negative for a signal."""
     ended_by_launcher: bool = False
-    """It was still running when the run was already lost."""
+    """It still ran when another rank had failed, and was terminated."""
     record: dict[str, Any] | None = None
-    """What `worker.py` wrote about an exception or `sys.exit`."""
+    """The record of an exception or `sys.exit`, written by `worker.py`."""
     crash: str = ""
-    """The Python stack that a fatal signal left."""
+    """The Python stack that faulthandler wrote on a fatal signal."""
     calls: tuple[tuple[int, str], ...] = ()
     """Its newest collectives, by number."""
     machine: str | None = None
@@ -48,17 +48,17 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not end well."""
+        """Whether the rank failed."""
         return self.exit_code != 0
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its exception is what a healthy rank meets when another one is gone."""
-        return self.record is not None and _SYMPTOMS_OF_A_LOST_PEER.search(self.record["text"]) is not None
+        """Whether its exception is a symptom of a lost peer."""
+        return self.record is not None and _LOST_PEER_ERRORS.search(self.record["text"]) is not None
 
     @property
-    def told(self) -> str | None:
-        """What the watcher said: why the rank waited in vain, or why its peer was lost."""
+    def diagnosis(self) -> str | None:
+        """The watcher's diagnosis: why the rank hung, or why its peer was lost."""
         if self.record is None:
             return None
         if self.record["type"] == "StuckError":
@@ -67,7 +67,7 @@ class Ending:
 
     @property
     def is_collateral(self) -> bool:
-        """Whether it only fell with another rank."""
+        """Whether it only ended because of another rank."""
         return self.ended_by_launcher or self.lost_a_peer
 
     @property
@@ -82,7 +82,7 @@ class Ending:
 
     @classmethod
     def read(cls, *, rank: int, local_rank: int, exit_code: int, error_file: str, ended_by_launcher: bool) -> Ending:
-        """Collect what a rank left behind."""
+        """Read the files that a rank has written."""
         record, crash = None, ""
         with suppress(OSError, ValueError):
             record = json.loads(Path(error_file).read_text()).get("ending")
@@ -101,7 +101,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who failed first, why, and who only fell with it."""
+    """The rank that failed first, the cause, and the collateral."""
 
     culprit: Ending
     alike: tuple[int, ...]
@@ -114,23 +114,23 @@ class Verdict:
     out_of_memory: bool
     """The kernel killed a process for memory during this run."""
     shapes: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> the call in which the backend ended the culprit, where ranks brought different shapes to it."""
+    """Rank -> the collective in which the backend aborted the culprit, where the ranks' shapes differ."""
 
     @property
     def exit_code(self) -> int:
-        """The culprit's, as a shell says it."""
+        """The culprit's exit code, as a shell reports it."""
         code = self.culprit.exit_code
         return code if code >= 0 else 128 - code
 
     @property
     def headline(self) -> str:
-        """What happened, in one line."""
+        """The failure in one line."""
         if self.shapes:
-            place = next(iter(_crash_places(self.culprit.crash)), None)
+            place = next(iter(_crash_lines(self.culprit.crash)), None)
             call = next(iter(self.shapes.values())).partition("(")[0]
             return f"the ranks brought different shapes to {call}()" + (f" ({place[0]})" if place else "")
-        if self.culprit.told is not None:
-            return _parts(self.culprit.told)[0]
+        if self.culprit.diagnosis is not None:
+            return _split_diagnosis(self.culprit.diagnosis)[0]
         where = f" on {self.culprit.machine}" if self.culprit.machine else ""
         return f"rank {self.culprit.rank}{where} failed{self._first}: {describe(self.culprit, self.out_of_memory)}"
 
@@ -140,16 +140,11 @@ class Verdict:
 
 
 def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
-    """Find the culprit: the earliest of those that failed by themselves."""
+    """Find the culprit: the earliest rank that failed by itself."""
     endings = list(endings)
     failed = sorted((ending for ending in endings if ending.failed), key=_time)
-    own = [ending for ending in failed if not ending.is_collateral]
-    if own and own[0].told is None:  # the others waited for a rank that had failed before
-        own = [ending for ending in own if ending.told is None]
-    elsewhere = not own
-    told = [ending for ending in failed if ending.told is not None]
-    candidates = own or told or [ending for ending in failed if not ending.ended_by_launcher] or failed
-    culprit = candidates[0]
+    own = _own_failures(failed)
+    culprit = own[0] if own else _most_informative(failed)
     others = [ending for ending in own if ending is not culprit]
     alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
     return Verdict(
@@ -157,37 +152,52 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
         alike=tuple(sorted(ending.rank for ending in alike)),
         other_failures=tuple(ending for ending in others if ending not in alike),
         collateral=tuple(ending for ending in failed if ending not in own and ending is not culprit),
-        elsewhere=elsewhere,
+        elsewhere=not own,
         out_of_memory=out_of_memory and culprit.machine is None,
         shapes=_different_shapes(culprit, endings),
     )
 
 
+def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
+    """Return the failures that are not collateral, in order of time."""
+    own = [ending for ending in failed if not ending.is_collateral]
+    if own and own[0].diagnosis is None:  # the ranks with a diagnosis waited for one that had failed before
+        own = [ending for ending in own if ending.diagnosis is None]
+    return own
+
+
+def _most_informative(collateral: Sequence[Ending]) -> Ending:
+    """Return the most informative of collateral endings: with a diagnosis, else with an exception."""
+    diagnosed = (ending for ending in collateral if ending.diagnosis is not None)
+    by_itself = (ending for ending in collateral if not ending.ended_by_launcher)
+    return next(diagnosed, None) or next(by_itself, collateral[0])
+
+
 def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, str]:
-    """Return what each rank brought to the call in which the culprit was ended by its backend; {} where it is equal."""
+    """Return each rank's shapes in the collective that aborted the culprit; {} where they are equal."""
     if culprit.signal_name != "SIGABRT" or not culprit.calls:
         return {}
     number = max(culprit.calls)[0]
-    brought = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
-    return dict(sorted(brought.items())) if len(set(brought.values())) > 1 else {}
+    calls = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
+    return dict(sorted(calls.items())) if len(set(calls.values())) > 1 else {}
 
 
 def _time(ending: Ending) -> float:
-    # A signal leaves no record and no time; those who then lost their peer are told apart by what they met.
+    # A rank ended by a signal has no record and no time; it sorts first. Its victims are known by their errors.
     return ending.record["time"] if ending.record is not None else 0.0
 
 
 def _kind(ending: Ending) -> tuple[object, ...]:
     if ending.record is None:
         return (ending.exit_code,)
-    if ending.told is not None:
+    if ending.diagnosis is not None:
         return (ending.record["type"],)
     last = ending.record["frames"][-1:] or [{}]
     return ending.record["type"], last[0].get("file"), last[0].get("line")
 
 
 def describe(ending: Ending, out_of_memory: bool = False) -> str:
-    """Say in one line how a rank ended."""
+    """Describe in one line how a rank ended."""
     if ending.signal_name is not None:
         if ending.signal_name == "SIGKILL" and out_of_memory:
             return "killed by the kernel, which ran out of memory (SIGKILL)"
@@ -196,12 +206,12 @@ def describe(ending: Ending, out_of_memory: bool = False) -> str:
         return f"ended with exit code {ending.exit_code}"
     if ending.record["type"] == "SystemExit":
         return f"called sys.exit with code {ending.exit_code}"
-    if (inner := _of_a_data_worker(ending.record)) is not None:
+    if (inner := _data_worker_error(ending.record)) is not None:
         return f"{inner} in a data worker"
     return str(ending.record["type"])
 
 
-def _of_a_data_worker(record: dict[str, Any]) -> str | None:
+def _data_worker_error(record: dict[str, Any]) -> str | None:
     found = re.search(r"Caught (\w+) in DataLoader worker process", record["text"])
     return found[1] if found else None
 
@@ -212,9 +222,9 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
     culprit = verdict.culprit
     here = f" on machine {machine_rank} ({socket.gethostname()})" if num_machines > 1 else ""
     host = "" if culprit.machine else here  # the headline has it
-    blamed_elsewhere = verdict.elsewhere and num_machines > 1 and culprit.told is None
+    blamed_elsewhere = verdict.elsewhere and num_machines > 1 and culprit.diagnosis is None
     lines = textwrap.wrap(f" {verdict.headline}{host}", width, subsequent_indent="   ", break_long_words=False)
-    lines += _brought(verdict.shapes) if verdict.shapes else _evidence(culprit, width)
+    lines += _shapes_by_rank(verdict.shapes) if verdict.shapes else _evidence(culprit, width)
     if blamed_elsewhere:
         lost = "it only lost its peers: the cause is on another machine, which has not said why (killed, or gone)"
         lines += _field("but", lost, width)
@@ -222,8 +232,9 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("the same", f"{_ranks(verdict.alike)} failed in the same place", width)
     for other in verdict.other_failures:
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
-    if verdict.collateral and culprit.told is None and not verdict.shapes:  # there everybody is concerned, and named
-        lines += _field("collateral", _collateral(verdict.collateral), width)
+    names_all_ranks = culprit.diagnosis is not None or verdict.shapes
+    if verdict.collateral and not names_all_ranks:
+        lines += _field("collateral", _collateral_text(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
     above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
@@ -240,19 +251,19 @@ def _field(name: str, text: str, width: int) -> list[str]:
 
 
 def _evidence(ending: Ending, width: int) -> list[str]:
-    if ending.told is not None:
-        return _places(ending.told, width)
+    if ending.diagnosis is not None:
+        return _diagnosis_lines(ending.diagnosis, width)
     if ending.record is None:
-        return [f"   {place}  in {function}" for place, function in reversed(_crash_places(ending.crash))]
+        return [f"   {place}  in {function}" for place, function in reversed(_crash_lines(ending.crash))]
     shown = []
     if ending.record["type"] != "SystemExit" or not ending.record["text"].endswith(str(ending.exit_code)):
         text = ending.record["text"]
-        inner = text.splitlines()[-1] if _of_a_data_worker(ending.record) else text
+        inner = text.splitlines()[-1] if _data_worker_error(ending.record) else text
         for line in inner.splitlines()[:8]:
             shown += _wrapped(line, width) or [""]
         if ending.record["cause"]:
             shown += _wrapped(f"caused by {ending.record['cause'].splitlines()[0]}", width)
-    places = [(f"{_short(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
+    places = [(f"{_relative(frame['file'])}:{frame['line']}", frame) for frame in ending.record["frames"]]
     column = max((len(place) for place, _ in places), default=0)
     for place, frame in places:
         shown.append(f"   {place:<{column}}  in {frame['function']}:  {frame['source']}"[:width].rstrip())
@@ -260,7 +271,7 @@ def _evidence(ending: Ending, width: int) -> list[str]:
 
 
 def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
-    """Break a line at its spaces; one that fits keeps them as they are."""
+    """Wrap a line at its spaces; a line that fits is not changed."""
     if len(line) <= width - 3:
         return [f"   {line}"]
     return textwrap.wrap(
@@ -273,55 +284,55 @@ def _wrapped(line: str, width: int, indent: int = 3) -> list[str]:
     )
 
 
-def _parts(told: str) -> tuple[str, str]:
-    """Return what happened, as the watcher says it, and what it says to do."""
-    happened, *advice = re.split(r"\. (?=[A-Z])", told.splitlines()[0], maxsplit=1)
+def _split_diagnosis(diagnosis: str) -> tuple[str, str]:
+    """Return the finding and the advice of a diagnosis."""
+    happened, *advice = re.split(r"\. (?=[A-Z])", diagnosis.splitlines()[0], maxsplit=1)
     return happened[:1].lower() + happened[1:].removesuffix("."), "".join(advice)
 
 
-def _places(told: str, width: int) -> list[str]:
-    """Show a line for every place where ranks are."""
-    return [line for place in told.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
+def _diagnosis_lines(diagnosis: str, width: int) -> list[str]:
+    """Return the lines of a diagnosis that show where the ranks are."""
+    return [line for place in diagnosis.splitlines()[1:] for line in _wrapped(place, width, indent=16)]
 
 
-def _brought(shapes: Mapping[int, str]) -> list[str]:
+def _shapes_by_rank(shapes: Mapping[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, call in shapes.items():
         ranks.setdefault(call, []).append(rank)
     return [f"   {_ranks(there)}: {call}" for call, there in ranks.items()]
 
 
-def _crash_places(crash: str) -> list[tuple[str, str]]:
+def _crash_lines(crash: str) -> list[tuple[str, str]]:
     """Return (line, function) of the thread that crashed, the innermost first: the user's own frames, else the last.
 
-    A native thread without Python may have crashed; then it was some Python thread's call that it worked for.
+    If a native thread crashed, the frames of the Python threads are searched instead.
     """
     threads = crash.split("\n\n")
     current = [thread for thread in threads if "Current thread" in thread and "File " in thread]
     found: list[tuple[str, str, str]] = []
     for thread in current or reversed(threads):  # the main thread comes last
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
-        users = [frame for frame in frames if is_users(frame[0])]
+        users = [frame for frame in frames if is_user_file(frame[0])]
         if users:
             found = users
             break
         found = frames if current else []
-    return [(f"{_short(file)}:{line}", function) for file, line, function in found[:4]]
+    return [(f"{_relative(file)}:{line}", function) for file, line, function in found[:4]]
 
 
-def _short(file: str) -> str:
+def _relative(file: str) -> str:
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except ValueError:
         return file
 
 
-def _collateral(endings: Sequence[Ending]) -> str:
+def _collateral_text(endings: Sequence[Ending]) -> str:
     how: dict[str, list[int]] = {"lost the connection to it": [], "waited for it": [], "ended by the launcher": []}
     for ending in endings:
         if ending.lost_a_peer:
             how["lost the connection to it"].append(ending.rank)
-        elif ending.told is not None:
+        elif ending.diagnosis is not None:
             how["waited for it"].append(ending.rank)
         else:
             how["ended by the launcher"].append(ending.rank)
@@ -337,14 +348,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def remedy(ending: Ending, verdict: Verdict) -> str:
-    """Say what to do next."""
+    """Return what to do next."""
     if verdict.shapes:
         return (
             "accelerator.pad_across_processes(tensor, dim=...) before the call makes shapes equal; gather_object() "
             "takes ragged data"
         )
-    if ending.told is not None:
-        return _parts(ending.told)[1] or "the lines above"
+    if ending.diagnosis is not None:
+        return _split_diagnosis(ending.diagnosis)[1] or "the lines above"
     if ending.signal_name is not None:
         return _REMEDY_FOR_SIGNALS["OOM" if verdict.out_of_memory and ending.signal_name == "SIGKILL" else ""].get(
             ending.signal_name, f"rank {ending.rank} was ended from outside: who sent {ending.signal_name}?"

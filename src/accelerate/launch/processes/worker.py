@@ -1,6 +1,6 @@
-"""Run one rank's script as `python` would, and leave a record of how it ended.
+"""Run one rank's script as `python` would, and write a record of how it ended.
 
-Started by path, before anything of the user's: it imports the standard library only, and not this package.
+Runs as a script, before the user's code: it imports the standard library only, and not this package.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER = "ACCELERATE_LAUNCHER_PID"
+LAUNCHER_PID = "ACCELERATE_LAUNCHER_PID"
 DEBUG_RANK = "ACCELERATE_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
-TOLD = "__accelerate_told__"
-"""Attribute of an exception: why the watcher thinks a peer was lost."""
+DIAGNOSIS = "__accelerate_told__"
+"""Attribute of an exception: the watcher's diagnosis of a lost peer."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
 
 def main() -> None:
     """Run `worker.py [-m] SCRIPT ARGUMENT...`."""
-    end_with_the_launcher()
+    end_with_launcher()
     signal.signal(signal.SIGINT, interrupt)
     repeat_ignored_interrupts()
-    # A line at a time: nothing is lost when the process is killed, and the lines of two ranks are not torn apart.
+    # Line buffering: nothing is lost when the process is killed, and lines of two ranks do not mix.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     error_file = os.environ.get(ERROR_FILE)
     if error_file:
-        # Stays open: a signal such as SIGSEGV leaves the Python stack there.
+        # Stays open: on a signal such as SIGSEGV, faulthandler writes the Python stack to it.
         faulthandler.enable(file=open(Path(error_file).with_name(CRASH_FILE_NAME), "w"))  # noqa: SIM115
     is_debugged = os.environ.get(DEBUG_RANK, "") == os.environ.get("RANK")
     if os.environ.get(DEBUG_RANK) and not is_debugged:
-        leave_the_terminal()
+        detach_from_terminal()
     arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     sys.argv = arguments[as_module:]
@@ -53,35 +53,35 @@ def main() -> None:
         run_module(sys.argv[0]) if as_module else run_file(sys.argv[0])
     except SystemExit as ending:
         if ending.code not in (None, 0):
-            record(ending, error_file)
+            write_record(ending, error_file)
         raise
     except BaseException as error:
-        record(error, error_file)
-        error.__traceback__ = own_part(error.__traceback__)
-        sys.last_value = error  # as Python does itself: what runs at exit can see that the script failed
+        write_record(error, error_file)
+        error.__traceback__ = without_launcher_frames(error.__traceback__)
+        sys.last_value = error  # as Python does itself, so that exit handlers can see the failure
         sys.excepthook(type(error), error, error.__traceback__)
         if is_debugged and isinstance(error, Exception):
             debug(error)
-        if hasattr(error, TOLD):  # it was explained meanwhile, by the watcher
-            record(error, error_file)
+        if hasattr(error, DIAGNOSIS):  # the watcher has added its diagnosis
+            write_record(error, error_file)
         raise SystemExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
-def end_with_the_launcher() -> None:
-    """Ask the kernel for SIGTERM when the launcher dies, however it dies (Linux)."""
-    launcher = os.environ.get(LAUNCHER)
+def end_with_launcher() -> None:
+    """Ask the kernel for SIGTERM when the launcher ends, for any reason (Linux)."""
+    launcher = os.environ.get(LAUNCHER_PID)
     if sys.platform != "linux" or launcher is None:
         return
     import ctypes
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the kernel was asked
+    if os.getppid() != int(launcher):  # it ended before the call
         sys.exit(128 + signal.SIGTERM)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; inside `import torch`, which can swallow it, end at once: nothing was computed yet."""
+    """Raise KeyboardInterrupt; inside `import torch`, which can swallow it, exit at once."""
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         signal.signal(number, signal.SIG_DFL)
@@ -90,12 +90,12 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def repeat_ignored_interrupts() -> None:
-    """Interrupt again where Python ignored it, as in a destructor, a callback or what it does around a fork."""
+    """Repeat an interrupt that Python ignored, as in a destructor, a callback or a fork hook."""
     own_process, hook = os.getpid(), sys.unraisablehook
 
     def on_ignored(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt) and os.getpid() == own_process:
-            again = threading.Timer(0.05, os.kill, (own_process, signal.SIGINT))  # when Python has left that place
+            again = threading.Timer(0.05, os.kill, (own_process, signal.SIGINT))  # after Python has left that code
             again.daemon = True
             again.start()
         else:
@@ -104,8 +104,8 @@ def repeat_ignored_interrupts() -> None:
     sys.unraisablehook = on_ignored
 
 
-def leave_the_terminal() -> None:
-    """Read nothing, and pass by breakpoints: another rank is being debugged."""
+def detach_from_terminal() -> None:
+    """Close standard input and disable breakpoints: another rank is debugged."""
     import pdb
 
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -115,7 +115,7 @@ def leave_the_terminal() -> None:
 
 
 def debug(error: Exception) -> None:
-    """Open the debugger where an exception came from, unless it was the debugger that was left."""
+    """Open the debugger at an exception, unless it is the debugger's own quit."""
     import bdb
     import pdb
 
@@ -135,7 +135,7 @@ def run_file(path: str) -> None:
     program.__loader__ = SourceFileLoader("__main__", path)
     program.__dict__["__builtins__"] = __builtins__
     sys.modules["__accelerate_worker__"] = sys.modules["__main__"]
-    sys.modules["__main__"] = program  # so that pickle and multiprocessing find the user's classes
+    sys.modules["__main__"] = program  # for pickle and multiprocessing
     exec(compile(Path(path).read_bytes(), path, "exec"), program.__dict__)
 
 
@@ -146,24 +146,24 @@ def run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def ending_by(error: BaseException) -> dict[str, Any]:
-    """Return what the verdict needs to know of an error that ends a rank: `Ending.record`."""
+def error_record(error: BaseException) -> dict[str, Any]:
+    """Return the record of an error that ends a rank: `Ending.record`."""
     return {
         "type": type(error).__name__,
         "text": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "cause": _root_cause(error),
-        "told": getattr(error, TOLD, None),
+        "told": getattr(error, DIAGNOSIS, None),
         "frames": user_frames(error),
         "time": time.time(),
     }
 
 
-def record(error: BaseException, error_file: str | None) -> None:
-    """Write what happened where torchelastic expects it, with the frames of the user's own code."""
+def write_record(error: BaseException, error_file: str | None) -> None:
+    """Write the record to torchelastic's error file, with the frames of the user's own code."""
     if error_file is None:
         return
-    ending = ending_by(error)
-    whole = "".join(traceback.format_exception(type(error), error, own_part(error.__traceback__)))
+    ending = error_record(error)
+    whole = "".join(traceback.format_exception(type(error), error, without_launcher_frames(error.__traceback__)))
     extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
     try:
         Path(error_file).write_text(
@@ -180,34 +180,34 @@ def _root_cause(error: BaseException) -> str | None:
     return None if root is error else "".join(traceback.format_exception_only(type(root), root)).strip()
 
 
-def own_part(trace: TracebackType | None) -> TracebackType | None:
+def without_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames of this file and of runpy from the start of a traceback."""
-    while trace is not None and _is_plumbing(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_launcher_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _is_plumbing(filename: str) -> bool:
+def _is_launcher_file(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
 def user_frames(error: BaseException) -> list[dict[str, Any]]:
-    """Return the last frames that are neither Python's nor an installed package's; else the last ones of all."""
-    trace = traceback.extract_tb(own_part(error.__traceback__))
+    """Return the last frames of the user's own files; without any, the last frames of all."""
+    trace = traceback.extract_tb(without_launcher_frames(error.__traceback__))
     frames = [_frame(frame.filename, frame.lineno or 0, frame.name) for frame in trace]
     if isinstance(error, SyntaxError) and error.filename is not None:
         frames.append(_frame(error.filename, error.lineno or 0, "<module>"))
-    # An exception of a data worker arrives as text inside another one.
+    # The traceback of a data worker is text inside another exception.
     frames += [_frame(found["file"], int(found["line"]), found["function"]) for found in _FRAME.finditer(str(error))]
-    return ([frame for frame in frames if is_users(frame["file"])] or frames)[-4:]
+    return ([frame for frame in frames if is_user_file(frame["file"])] or frames)[-4:]
 
 
 def _frame(file: str, line: int, function: str) -> dict[str, Any]:
     return {"file": file, "line": line, "function": function, "source": linecache.getline(file, line).strip()}
 
 
-def is_users(file: str) -> bool:
-    """Tell the user's own files from Python's, from installed packages and from this one."""
+def is_user_file(file: str) -> bool:
+    """Return whether a file is the user's own: not Python's, not an installed package's, not this package's."""
     if file.startswith("<"):
         return False
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,6 +1,6 @@
-"""The checks of `accelerate test`: each does one thing that training needs, and knows what must come out.
+"""The checks of `accelerate test`: each runs one operation that training needs, and compares the result.
 
-A check returns one line of evidence, or raises. Every process runs it; what it compares is true on each of them.
+A check returns one line of evidence, or raises. Every process runs it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _TOLERANCE = 1e-5
 
 
 class UnexpectedResult(Exception):
-    """Say what came out instead of what had to."""
+    """A result differs from the expected one."""
 
 
 def expect(what: str, found: object, wanted: object) -> None:
-    """Raise unless a result is what it must be."""
+    """Raise unless a result is the expected one."""
     if found != wanted:
         raise UnexpectedResult(f"{what}: expected {wanted}, got {found}")
 
 
-# --- who is here ------------------------------------------------------------------------------------------------------
+# --- identity ---------------------------------------------------------------------------------------------------------
 
 
 def identity(bench: Bench) -> str:
-    """Every process has a rank, a place on its host and a device that no other has."""
+    """Every process has a rank, a local rank and a device of its own."""
     from ...runtime.collectives.operations import gather_object
     from ...runtime.devices.device import is_cpu
 
     here = bench.accelerator
     everyone = gather_object([(here.process_index, socket.gethostname(), here.local_process_index, str(here.device))])
     expect("ranks", [rank for rank, *_ in everyone], list(range(bench.world_size)))
-    places = {(host, local_rank) for _, host, local_rank, _ in everyone}
-    expect("different (host, local rank)", len(places), bench.world_size)
+    local_ranks = {(host, local_rank) for _, host, local_rank, _ in everyone}
+    expect("different (host, local rank)", len(local_ranks), bench.world_size)
     if not is_cpu(here.device):
         devices = {(host, device) for _, host, _, device in everyone}
         expect("different (host, device)", len(devices), bench.world_size)
@@ -72,7 +72,7 @@ def reduce(bench: Bench) -> str:
 
 
 def broadcast(bench: Bench) -> str:
-    """Any rank can tell all others."""
+    """Any rank can broadcast."""
     from ...runtime.collectives import operations as collectives
 
     for source in {0, bench.world_size - 1}:
@@ -82,7 +82,7 @@ def broadcast(bench: Bench) -> str:
 
 
 def objects(bench: Bench) -> str:
-    """Python objects travel too."""
+    """Python objects are gathered too."""
     from ...runtime.collectives.operations import gather_object
 
     found = gather_object([{"rank": bench.rank, "name": "ä" * bench.rank}])
@@ -91,7 +91,7 @@ def objects(bench: Bench) -> str:
 
 
 def padding(bench: Bench) -> str:
-    """Ragged tensors are made equal, then gathered."""
+    """Ragged tensors are padded, then gathered."""
     padded = bench.accelerator.pad_across_processes(bench.tensor([1] * (bench.rank + 1)), pad_index=-1)
     rows = bench.accelerator.gather(padded).reshape(bench.world_size, -1).tolist()
     expect("padded rows", rows, [[1] * (rank + 1) + [-1] * (bench.world_size - rank - 1) for rank in bench.ranks])
@@ -113,7 +113,7 @@ def main_process_first(bench: Bench) -> str:
 
 
 def wait_for_everyone(bench: Bench) -> str:
-    """Nobody goes on before the last one has come."""
+    """No rank continues before the last one has arrived."""
     time.sleep(0.1 * (bench.rank == bench.world_size - 1))
     bench.store.add(bench.key("arrived"), 1)
     bench.accelerator.wait_for_everyone()
@@ -135,7 +135,7 @@ def shuffled_data(bench: Bench) -> str:
 
 
 def dispatched_data(bench: Bench) -> str:
-    """The same where rank 0 reads for all."""
+    """The same, where rank 0 reads for all ranks."""
     num_samples = 3 * _BATCH * bench.world_size + 1
     seen = _samples(bench.new_accelerator(dispatch_batches=True), num_samples, shuffle=False)
     expect("samples", seen, list(range(num_samples)))
@@ -143,7 +143,7 @@ def dispatched_data(bench: Bench) -> str:
 
 
 def resumed_data(bench: Bench) -> str:
-    """A loader that skips its first batches goes on with the very next sample."""
+    """A loader that skips its first batches continues with the very next sample."""
     num_samples = 4 * _BATCH * bench.world_size + 2
     options = {"use_seedable_sampler": True, "data_seed": 5}
     whole = _samples(bench.new_accelerator(**options), num_samples)
@@ -167,12 +167,12 @@ def _samples(accelerator: Accelerator, num_samples: int, *, shuffle: bool = True
 
 
 def training(bench: Bench) -> str:
-    """Training on these processes is training on one, with the same global batches."""
+    """Training on these processes gives the weights of one process with the same global batches."""
     return _compare_with_one_process(bench, accumulation=1)
 
 
 def accumulation(bench: Bench) -> str:
-    """Micro-batches add up to the large batch that they are parts of."""
+    """Accumulated micro-batches give the gradients of the large batch."""
     return _compare_with_one_process(bench, accumulation=2)
 
 
@@ -255,7 +255,7 @@ def _loss(model: nn.Module, features: Tensor, labels: Tensor) -> Tensor:
 
 
 def random_state(bench: Bench) -> str:
-    """Generators can be made equal on all ranks, and different."""
+    """Generators can be seeded equally on all ranks, and differently."""
     import torch
 
     from ...runtime.loop.random import set_seed, synchronize_rng_states

@@ -1,10 +1,10 @@
-"""`accelerate test`: show that this machine does, on these processes, what training needs.
+"""`accelerate test`: check processes, collectives, data and training on this machine.
 
     accelerate launch -m accelerate.launch.selftest
 
-Every process runs the checks of `checks.py` one after the other; rank 0 prints what came of them. A rank that fails a
-check leaves the process group, which frees those who wait for it, and all meet in a new one for the next check. What
-came of a check travels by a store beside the group, so that it arrives also when the group is broken.
+Every process runs the checks of `checks.py` one after the other; rank 0 prints the outcomes. A rank that fails a check
+leaves the process group, which releases ranks that wait for it, and all ranks open a new group for the next check.
+Outcomes are exchanged through a separate store, so that they arrive even if the group is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ... import __version__
 from ...config.environment import patch_environment, read
 from ...runtime.process import ProcessInfo
 from .checks import CHECKS, Check, UnexpectedResult
-from .speed import FACTS
+from .speed import MEASUREMENTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ...accelerator import Accelerator
 
 TIME_LIMIT = timedelta(seconds=60)
-_PATIENCE = 1.5 * TIME_LIMIT
-_FAILURES_TOLD = 4
+_STORE_TIMEOUT = 1.5 * TIME_LIMIT
+_MAX_SHOWN_FAILURES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one check on one rank."""
+    """The outcome of one check on one rank."""
 
     rank: int
     passed: bool
@@ -51,11 +51,11 @@ class Outcome:
     """The evidence, or the reason."""
     seconds: float
     ended: float
-    """When, by the rank's clock: the first failure explains the others."""
+    """Time of the end, by the rank's clock: the first failure explains the others."""
 
 
 class Bench:
-    """The processes under test, from the view of one of them."""
+    """The processes under test, as one of them sees them."""
 
     def __init__(self) -> None:
         from ...accelerator import Accelerator
@@ -74,9 +74,9 @@ class Bench:
 
         from ...runtime.collectives.operations import broadcast_object_list
 
-        place = self.accelerator.state._runtime.process.rendezvous_address()
-        host = (urlsplit(place).hostname if place is not None else read("MASTER_ADDR")) or "127.0.0.1"
-        options: dict[str, Any] = {"timeout": _PATIENCE, "wait_for_workers": False}
+        address = self.accelerator.state._runtime.process.rendezvous_address()
+        host = (urlsplit(address).hostname if address is not None else read("MASTER_ADDR")) or "127.0.0.1"
+        options: dict[str, Any] = {"timeout": _STORE_TIMEOUT, "wait_for_workers": False}
         server = TCPStore(host, 0, is_master=True, **options) if self.rank == 0 else None
         (port,) = broadcast_object_list([server.port if server is not None else None])
         return server or TCPStore(host, port, is_master=False, **options)
@@ -99,11 +99,11 @@ class Bench:
         )
 
     def key(self, name: str) -> str:
-        """Return a name in the store that belongs to the present process group."""
+        """Return a key of the store that belongs to the current process group."""
         return f"group {self.num_groups}/{name}"
 
-    def leave(self) -> None:
-        """Leave the process group, so that nobody waits for this process there."""
+    def leave_group(self) -> None:
+        """Leave the process group, so that no rank waits for this one."""
         import torch.distributed as dist
 
         from ...runtime.group.runtime import Runtime
@@ -113,7 +113,7 @@ class Bench:
             dist.destroy_process_group()
         gc.collect()  # models of the failed check may still hold the group open
 
-    def meet_again(self) -> None:
+    def reopen_group(self) -> None:
         """Open a new process group."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class Bench:
         from ...accelerator import Accelerator
         from ...runtime.devices.device import collective_backend
 
-        self.leave()
+        self.leave_group()
         self.num_groups += 1
         if self.world_size > 1:
             dist.init_process_group(
@@ -134,7 +134,7 @@ class Bench:
         self.accelerator = Accelerator()
 
     def run(self, name: str, check: Check) -> list[Outcome]:
-        """Run a check here and return what came of it on every rank."""
+        """Run a check and return the outcomes of all ranks."""
         start = time.perf_counter()
         try:
             text, passed = check(self), True
@@ -143,33 +143,33 @@ class Bench:
         seconds = time.perf_counter() - start
         mine = Outcome(rank=self.rank, passed=passed, text=text, seconds=seconds, ended=time.time())
         if not passed:
-            self.leave()
+            self.leave_group()
         outcomes = self.exchange(name, mine)
         if not all(outcome.passed for outcome in outcomes) and not _is_hanging(outcomes):
-            self.meet_again()
+            self.reopen_group()
         return outcomes
 
     def exchange(self, name: str, mine: Outcome) -> list[Outcome]:
-        """Tell the others what came of a check, and learn it from them."""
+        """Exchange the outcomes of a check between all ranks."""
         self.store.set(f"{name}/{self.rank}", json.dumps(asdict(mine)))
         outcomes = []
         for rank in self.ranks:
             try:
                 outcomes.append(Outcome(**json.loads(self.store.get(f"{name}/{rank}"))))
             except RuntimeError:
-                seconds = _PATIENCE.total_seconds()
+                seconds = _STORE_TIMEOUT.total_seconds()
                 silent = Outcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
                 outcomes.append(silent)
-                self.store.set_timeout(timedelta(seconds=1))  # the next ones had the same time to answer
+                self.store.set_timeout(timedelta(seconds=1))  # the next ranks had the same time to answer
         return outcomes
 
-    def part(self) -> None:
-        """Leave together: rank 0 keeps the store until the others have gone."""
-        self.leave()
+    def shut_down(self) -> None:
+        """Leave the group; rank 0 keeps the store until the others are done."""
+        self.leave_group()
         with suppress(RuntimeError):
-            self.store.set(f"gone/{self.rank}", "")
+            self.store.set(f"done/{self.rank}", "")
             if self.rank == 0:
-                self.store.wait([f"gone/{rank}" for rank in self.ranks], timedelta(seconds=5))
+                self.store.wait([f"done/{rank}" for rank in self.ranks], timedelta(seconds=5))
 
 
 def _is_hanging(outcomes: list[Outcome]) -> bool:
@@ -206,46 +206,46 @@ def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
         mark = "✗"
         text = "failed on rank " + ", ".join(str(failure.rank) for failure in failures)
     rows = [f"{mark} {name:<20}{seconds * 1e3:>7.0f} ms  {text}"]
-    rows += [f"    rank {failure.rank}: {failure.text}" for failure in failures[:_FAILURES_TOLD]]
-    if len(failures) > _FAILURES_TOLD:
-        rows.append(f"    and {len(failures) - _FAILURES_TOLD} ranks more")
+    rows += [f"    rank {failure.rank}: {failure.text}" for failure in failures[:_MAX_SHOWN_FAILURES]]
+    if len(failures) > _MAX_SHOWN_FAILURES:
+        rows.append(f"    and {len(failures) - _MAX_SHOWN_FAILURES} ranks more")
     return "\n".join(rows)
 
 
 def run(bench: Bench) -> list[str]:
-    """Run all checks, tell them on rank 0, and return the names of those that failed."""
+    """Run all checks, print the outcomes on rank 0, and return the names of the failed checks."""
 
-    def tell(text: str) -> None:
+    def print_once(text: str) -> None:
         if bench.rank == 0:
             print(text, flush=True)
 
     start = time.perf_counter()
     hosts = [outcome.text for outcome in bench.run("hosts", lambda bench: socket.gethostname())]
-    tell(_header(bench, hosts) + "\n")
+    print_once(_header(bench, hosts) + "\n")
     failed, done = [], 0
     for name, check in CHECKS.items():
         outcomes = bench.run(name, check)
-        tell(_row(name, outcomes))
+        print_once(_row(name, outcomes))
         done += 1
         if not all(outcome.passed for outcome in outcomes):
             failed.append(name)
         if _is_hanging(outcomes):
-            tell(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
+            print_once(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
             break
     else:
-        for name, fact in FACTS.items():
-            tell(_row(name, bench.run(name, fact), mark="·"))
+        for name, fact in MEASUREMENTS.items():
+            print_once(_row(name, bench.run(name, fact), mark="·"))
     verdict = f"failed: {', '.join(failed)};" if failed else "passed:"
     processes = f"{bench.world_size} process" + ("es" if bench.world_size > 1 else "")
-    tell(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
+    print_once(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
     return failed
 
 
 def main() -> None:
     """Run the self-test in this process; rank 0 ends with exit code 1 if a check failed."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ is no reason to fail
-    with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # a rank that waits in vain is a result here, not the end
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not have ✓
+    with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # here a hang is an outcome, and must not end the run
         _check()
 
 
@@ -256,7 +256,7 @@ def _check() -> None:
         rank = ProcessInfo.from_environment().rank
         raise SystemExit(f"✗ rank {rank} could not join the others: {_reason(error)}") from error
     failed = run(bench)
-    bench.part()
+    bench.shut_down()
     if failed and bench.rank == 0:
         raise SystemExit(1)
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ...config.enums import DistributedType
 from ...config.environment import export, read
 from ...config.packages import compare_versions, has_package
-from ...config.plugins.deepspeed import SAVES_WHOLE, DeepSpeedPlugin
+from ...config.plugins.deepspeed import GATHER_ON_SAVE, DeepSpeedPlugin
 from ...errors import UnsupportedSettingError
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
@@ -231,8 +231,8 @@ class DeepSpeedEngines(Strategy):
             return model.state_dict()
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
-                f"The weights of ZeRO-3 are in partitions, and {SAVES_WHOLE} is false in DeepSpeed's config. Set it to "
-                "true, or zero3_save_16bit_model=True, or gather them from a checkpoint by zero_to_fp32.py."
+                f"The weights of ZeRO-3 are in partitions, and {GATHER_ON_SAVE} is false in DeepSpeed's config. Set it "
+                "to true, or zero3_save_16bit_model=True, or gather them from a checkpoint by zero_to_fp32.py."
             )
         state: dict[str, Any] | None = engine._consolidated_16bit_state_dict()
         return state or {}

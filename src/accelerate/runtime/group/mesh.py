@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...config.meshes import beside, groups_like_that_of_all, mesh_over
+from ...config.meshes import axis_with_view, build_mesh, world_group_options
 from ...config.plugins.parallelism import AXES, VIEWS, ParallelismConfig
 from .runtime import Runtime
 
@@ -20,7 +20,7 @@ class Mesh:
         self.device_mesh = device_mesh
         self._axes = device_mesh.mesh_dim_names or ()
         # torch caches a flattened view in the mesh.
-        with groups_like_that_of_all():
+        with world_group_options():
             self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}
             self.sharding = self._sharding_mesh()
         """The mesh for FSDP2: replicate x shard, or shard alone; None where only layers are split."""
@@ -34,7 +34,7 @@ class Mesh:
             if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
                 needed.add("dp_shard")  # FSDP2, which averages the replicas, needs an axis to shard over
             axes = [axis for axis in AXES if axis in needed]
-            runtime.meshes[sizes] = mesh_over(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
+            runtime.meshes[sizes] = build_mesh(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
         config.device_mesh = runtime.meshes[sizes]
         return cls(config, runtime.meshes[sizes])
 
@@ -54,7 +54,7 @@ class Mesh:
             return self.device_mesh[names]
         flattened = self._views["dp_shard_cp"]
         assert flattened is not None
-        return beside(self.device_mesh, "dp_replicate", flattened) if replicas else flattened
+        return axis_with_view(self.device_mesh, "dp_replicate", flattened) if replicas else flattened
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...config.enums import DistributedType
 from ...config.environment import read, read_setting
-from ...config.meshes import forget_meshes
+from ...config.meshes import clear_mesh_caches
 from ...config.plugins.handlers import InitProcessGroupKwargs
 from ...errors import RuntimeConflictError, StuckError
 from ...errors.callers import warn
@@ -206,7 +206,7 @@ class Runtime:
 
     def _clear_meshes(self) -> None:
         if self.meshes:
-            forget_meshes()
+            clear_mesh_caches()
             self.meshes.clear()
 
     @property

@@ -1,4 +1,4 @@
-"""Which runs are meant, and how they are called."""
+"""Finding runs, and their short names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's file, as it was written, resumed, torn or while it grows."""
+"""Reading the file of a run: complete, resumed, truncated or growing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accelerate.commands.views.runs.reading import Run, say_lost
+from accelerate.commands.views.runs.reading import Run, describe_lost
 from tests.commands.views.writing import START, append, end, start, values, write_run
 
 
@@ -145,7 +145,7 @@ def test_what_trackers_lost_is_added_up_over_the_starts(tmp_path: Path) -> None:
     first = (start(), lost(wandb=2), values(1, loss=1), lost(wandb=1200, jsonl=1))
     run = read(write_run(tmp_path, *first, start(time=START + 5), lost(wandb=34), end()))
     assert run.lost == {"wandb": 1234, "jsonl": 1}
-    assert say_lost(run) == ["wandb lost 1,234 records", "jsonl lost 1 record"]
+    assert describe_lost(run) == ["wandb lost 1,234 records", "jsonl lost 1 record"]
 
 
 def test_an_update_reads_only_what_was_appended(tmp_path: Path) -> None:

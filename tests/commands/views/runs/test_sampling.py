@@ -1,4 +1,4 @@
-"""Thinning out hides nothing that matters."""
+"""Downsampling keeps the extremes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.commands.views.runs.reading import Points
-from accelerate.commands.views.runs.sampling import PER_BUCKET, bucket_edges, kept, means, not_finite
+from accelerate.commands.views.runs.sampling import PER_BUCKET, bucket_edges, bucket_means, downsampled, not_finite
 
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -20,13 +20,13 @@ def curve(values: np.ndarray) -> Points:
 
 
 def test_a_short_curve_is_kept_whole() -> None:
-    assert kept(np.array([3.0, np.nan, 1.0]), 8).tolist() == [0, 1, 2]
+    assert downsampled(np.array([3.0, np.nan, 1.0]), 8).tolist() == [0, 1, 2]
 
 
 @given(values=st.lists(numbers, min_size=1, max_size=300), limit=st.integers(8, 64))
 def test_every_bucket_keeps_its_first_lowest_highest_and_last(values: list[float], limit: int) -> None:
     everything = np.array(values)
-    indices = kept(everything, limit)
+    indices = downsampled(everything, limit)
     assert len(indices) <= limit
     assert (np.diff(indices) > 0).all(), "in order, each once"
     if len(values) <= limit:
@@ -45,13 +45,13 @@ def test_every_bucket_keeps_its_first_lowest_highest_and_last(values: list[float
 def test_a_single_spike_among_a_million_stays() -> None:
     values = np.zeros(1_000_000)
     values[123_457], values[987_654] = 1.0, -1.0
-    assert {123_457, 987_654} <= set(kept(values, 2000).tolist())
+    assert {123_457, 987_654} <= set(downsampled(values, 2000).tolist())
 
 
 def test_the_means_count_a_spike_as_one_value_of_many() -> None:
     values = np.ones(1000)
     values[500] = 101.0
-    mean = means(curve(values), 40)
+    mean = bucket_means(curve(values), 40)
     assert len(mean.value) == 40 // PER_BUCKET
     assert sorted(mean.value.tolist()) == [1.0] * 9 + [2.0]
     assert mean.step.tolist() == [49.5 + 100 * i for i in range(10)]
@@ -61,7 +61,7 @@ def test_values_that_are_not_finite_leave_a_mean_alone_and_fill_a_gap() -> None:
     values = np.ones(100)
     values[3] = np.nan
     values[20:30] = np.inf
-    mean = means(curve(values), 40)
+    mean = bucket_means(curve(values), 40)
     assert mean.value[0] == 1.0
     assert np.isnan(mean.value[2])
 

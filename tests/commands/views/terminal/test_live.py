@@ -11,7 +11,7 @@ import pytest
 
 from accelerate.commands.views.runs.finding import Runs, read_runs
 from accelerate.commands.views.runs.reading import Run
-from accelerate.commands.views.terminal.frame import Frame, present_speed, total_steps
+from accelerate.commands.views.terminal.frame import Frame, recent_speed, total_steps
 from accelerate.commands.views.terminal.ranks import Ranks
 from accelerate.commands.views.terminal.text import columns
 from tests.commands.views.writing import START, append, end, start, values, write_loss, write_run
@@ -223,7 +223,7 @@ def test_speed_and_time_left_are_told_from_the_last_records(tmp_path: Path) -> N
     folder = write_run(tmp_path / "a", start(time=now - 200), {"config": {"train": {"max_steps": 1600}}}, *slow, *fast)
     run = Run(folder / "metrics.jsonl")
     run.update()
-    assert present_speed(run) == pytest.approx(10)
+    assert recent_speed(run) == pytest.approx(10)
     assert total_steps(run) == 1600
     append(folder, {"time": time.time(), "step": 599, "system": {"memory/host": 1}})
     assert "about 1 min 40 s to step 1600" in frame(folder, width=150).text(coloured=False)

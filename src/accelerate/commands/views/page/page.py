@@ -1,4 +1,4 @@
-"""Join the runs and the page's parts to one HTML file that needs nothing else: no network, no other file."""
+"""Build one self-contained HTML file from the runs and the assets: no network, no other file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import numpy.typing as npt
 from .. import ReportError
 from ..charts import OTHER, RATE, Chart, charts_of
 from ..runs.moments import FILE_NAME as RANKS_FILE
-from ..runs.moments import newest_moments
-from ..runs.reading import Floats, Points, Run, say_lost
-from ..runs.sampling import kept, means, not_finite
+from ..runs.moments import newest_windows
+from ..runs.reading import Floats, Points, Run, describe_lost
+from ..runs.sampling import bucket_means, downsampled, not_finite
 
 POINTS = 2000
 """Points that a curve keeps by default: about four per pixel of a chart."""
 _ALL_POINTS = 500_000
 """Points that a page keeps by default, about 7 MB: many curves get fewer each."""
-_FEWEST = 200
+_MIN_POINTS = 200
 _MARKS = 100
 _MAIN_METRICS = 6
 _TEXTS_PER_RUN = 200
@@ -41,7 +41,7 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
     if not any(chart.curves for chart in charts):
         _refuse(runs, wanted)
     curves = sum(len(chart.curves) for chart in charts)
-    limit = points or min(POINTS, max(_FEWEST, _ALL_POINTS // curves))
+    limit = points or min(POINTS, max(_MIN_POINTS, _ALL_POINTS // curves))
     now = time.time()
     arrays = _Arrays()
     titles = list(dict.fromkeys(run.project for run in runs if run.project)) or [runs[0].name]
@@ -52,12 +52,12 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
         "limit": limit,
         "runs": [_run(run, now) for run in runs],
         "charts": [_chart(chart, runs, limit, arrays) for chart in charts],
-        "main": [place for place, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
+        "main": [index for index, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
         "texts": list(_texts(runs)),
         "textsLeftOut": sum(max(0, len(run.texts) - _TEXTS_PER_RUN) for run in runs),
         "arrays": arrays.texts,
     }
-    return _join(data)
+    return _fill_template(data)
 
 
 def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
     )
 
 
-def _join(data: Mapping[str, Any]) -> str:
+def _fill_template(data: Mapping[str, Any]) -> str:
     """Fill the template. Names from runs are only ever text: escaped here, and set as textContent by the script."""
     style = _asset("page.css")
     script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
@@ -78,14 +78,14 @@ def _join(data: Mapping[str, Any]) -> str:
         "TITLE": html.escape(str(data["title"])),
         "STYLE": style,
         "SCRIPT": script,
-        # Only this very script and style may run, whatever a name in the data looks like.
+        # Content-Security-Policy: only this script and this style may run, whatever the data contains.
         "STYLE_HASH": _hash(style),
         "SCRIPT_HASH": _hash(script),
         "DATA": _script_safe(json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)),
     }
-    # One pass, so that nothing in the data can be taken for a place of the template.
-    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
-    return page.encode("utf-8", "replace").decode("utf-8")  # half characters, which JSON can spell, cannot be written
+    # One pass, so that nothing in the data is taken for a placeholder.
+    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+    return page.encode("utf-8", "replace").decode("utf-8")  # JSON can hold lone surrogates, which UTF-8 cannot encode
 
 
 def _asset(name: str) -> str:
@@ -97,7 +97,7 @@ def _hash(text: str) -> str:
 
 
 def _script_safe(text: str) -> str:
-    """Escape what could end a script element early."""
+    """Escape characters that could end a script element."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -114,7 +114,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "lastStep": run.last_step,
         "lastTime": run.last_time,
         "skipped": run.skipped + run.torn,
-        "lost": say_lost(run),
+        "lost": describe_lost(run),
         "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
         "config": dict(flat(run.config)),
         "ranks": _ranks(run),
@@ -122,17 +122,17 @@ def _run(run: Run, now: float) -> dict[str, Any]:
 
 
 def _ranks(run: Run) -> dict[str, Any] | None:
-    """Return milliseconds per rank and phase in the last window, and the last finding."""
-    moment, told = newest_moments(run.file.with_name(RANKS_FILE))
-    if moment is None:
+    """Return milliseconds per rank and phase in the last window, and the last straggler."""
+    window, slow = newest_windows(run.file.with_name(RANKS_FILE))
+    if window is None:
         return None
     return {
-        "step": moment.step,
-        "of": moment.num_ranks,
-        "phases": [[moment.phases[place], place] for place in moment.used],
-        "rows": [[rank, *(moment.ranks[rank][place] for place in moment.used)] for rank in sorted(moment.ranks)],
-        "slow": [moment.straggler.get("rank"), moment.straggler.get("phase")] if moment.straggler else None,
-        "told": None if told is None or told.straggler is None else [told.step, str(told.straggler.get("text", ""))],
+        "step": window.step,
+        "of": window.num_ranks,
+        "phases": [[window.phases[index], index] for index in window.used],
+        "rows": [[rank, *(window.ranks[rank][index] for index in window.used)] for rank in sorted(window.ranks)],
+        "slow": [window.straggler.get("rank"), window.straggler.get("phase")] if window.straggler else None,
+        "told": None if slow is None or slow.straggler is None else [slow.step, str(slow.straggler.get("text", ""))],
     }
 
 
@@ -160,7 +160,7 @@ def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> di
         "name": chart.name,
         "group": chart.group,
         "better": chart.better,
-        "exact": chart.kind == RATE,  # a schedule has no noise to smooth away
+        "exact": chart.kind == RATE,  # a schedule is not smoothed
         "curves": [_curve(number, points, runs[number], limit, arrays) for number, points in chart.curves],
     }
 
@@ -175,13 +175,13 @@ def _curve(number: int, points: Points, run: Run, limit: int, arrays: _Arrays) -
     curve = {
         "run": number,
         "total": len(points.value),
-        "shown": arrays.add(points.at(kept(points.value, limit))),
+        "shown": arrays.add(points.at(downsampled(points.value, limit))),
         "last": _finite(points.value[-1]),
         "min": _finite(finite.min()) if len(finite) else None,
         "max": _finite(finite.max()) if len(finite) else None,
     }
     if len(points.value) > limit:
-        curve["means"] = arrays.add(means(points, limit), exact=False)
+        curve["means"] = arrays.add(bucket_means(points, limit), exact=False)
     if bad:
         curve["bad"] = bad
         curve["marks"] = arrays.add(marks)
@@ -193,17 +193,17 @@ def _finite(number: float) -> float | None:
 
 
 class _Arrays:
-    """Numbers as base64; what several curves share, such as their steps, is written once."""
+    """Arrays as base64; arrays that several curves share, such as steps, are stored once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._known: dict[str, int] = {}
 
     def add(self, points: Points, exact: bool = True) -> list[int]:
-        """Return the places of step, time and value; `exact` for steps that were logged, not computed."""
-        return [self._place(points.step, exact), self._place(points.time), self._place(points.value)]
+        """Return the indices of step, time and value; `exact` for steps that were logged, not computed."""
+        return [self._index(points.step, exact), self._index(points.time), self._index(points.value)]
 
-    def _place(self, numbers: Floats, exact: bool = False) -> int:
+    def _index(self, numbers: Floats, exact: bool = False) -> int:
         text = packed(numbers, exact)
         if text not in self._known:
             self._known[text] = len(self.texts)
@@ -212,14 +212,14 @@ class _Arrays:
 
 
 def packed(numbers: Floats, exact: bool = False) -> str:
-    """Return numbers as one letter for their width and the base64 of little-endian floats."""
+    """Return one letter for the width of the floats, and their little-endian bytes as base64."""
     small = numbers.astype("<f4") if _fits_float32(numbers, exact) else None
     chosen: npt.NDArray[Any] = numbers.astype("<f8") if small is None else small
     return ("d" if small is None else "f") + base64.b64encode(chosen.tobytes()).decode()
 
 
 def _fits_float32(numbers: Floats, exact: bool) -> bool:
-    """Return whether the short form loses nothing that a chart could show."""
+    """Return whether float32 loses nothing that a chart could show."""
     finite = numbers[np.isfinite(numbers)]
     if not len(finite):
         return True
@@ -227,6 +227,6 @@ def _fits_float32(numbers: Floats, exact: bool) -> bool:
         error = np.abs(finite.astype(np.float32).astype(np.float64) - finite)
     if exact:
         return not error.any() and bool(np.abs(finite).max() < _EXACT_IN_FLOAT32)
-    fine = (error <= 1e-6 * np.abs(finite)).all()  # nothing vanished or became infinite
+    fine = (error <= 1e-6 * np.abs(finite)).all()  # no underflow and no overflow
     spread = finite.max() - finite.min()
     return bool(fine and (spread == 0 or error.max() <= spread / 5000))

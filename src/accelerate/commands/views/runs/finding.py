@@ -1,4 +1,4 @@
-"""Find runs: every `metrics.jsonl` in or below some places, each with a short name."""
+"""Find runs: every `metrics.jsonl` in or below some folders, each with a short name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Runs:
-    """All runs in some places. Runs that appear later are found by a later `update`."""
+    """All runs in some folders. `update` finds runs that appear later."""
 
-    def __init__(self, places: Sequence[Path]) -> None:
-        self.places = places
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
         self._by_file: dict[Path, Run] = {}
         self._next_search = 0.0
 
@@ -28,7 +28,7 @@ class Runs:
         return len(self._by_file)
 
     def update(self) -> bool:
-        """Look for runs, read what is new, and return whether anything was."""
+        """Find new runs, read new records, and return whether there were any."""
         began = time.monotonic()
         if began >= self._next_search:
             self._search()
@@ -37,7 +37,7 @@ class Runs:
         return sum(_update(run) for run in self) > 0
 
     def _search(self) -> None:
-        found = find_files(self.places)
+        found = find_files(self.paths)
         self._by_file = {file: self._by_file.get(file) or Run(file) for file in found}
         for run, name in zip(self, short_names([file.parent for file in found]), strict=True):
             run.name = name
@@ -52,14 +52,14 @@ def _update(run: Run) -> bool:
         raise ReportError(f"{run.file} cannot be read: {error.strerror or error}.") from None
 
 
-def find_files(places: Iterable[Path]) -> list[Path]:
-    """Return the files of all runs in some places: files themselves, or folders at any height above."""
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files of all runs in some paths: the files themselves, or folders that contain them at any depth."""
     found: dict[str, Path] = {}
-    for place in places:
-        if place.is_file():
-            found.setdefault(os.path.realpath(place), place)
+    for path in paths:
+        if path.is_file():
+            found.setdefault(os.path.realpath(path), path)
             continue
-        for folder, below, files in os.walk(place):
+        for folder, below, files in os.walk(path):
             below.sort()
             if FILE_NAME in files:
                 file = Path(folder, FILE_NAME)
@@ -68,7 +68,7 @@ def find_files(places: Iterable[Path]) -> list[Path]:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return for each folder as few of its last parts as tell it from the others."""
+    """Return the shortest unique suffix of each folder's path."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for mine in parts:
@@ -79,19 +79,19 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def read_runs(places: Sequence[Path]) -> Runs:
-    """Read all runs in some places, or say why there is none."""
-    for place in places:
-        if not place.exists():
+def read_runs(paths: Sequence[Path]) -> Runs:
+    """Read all runs in some folders; raise ReportError if there are none."""
+    for path in paths:
+        if not path.exists():
             raise ReportError(
-                f"there is no folder {place}. Name the folder of a run, or one above it: with "
+                f"there is no folder {path}. Name the folder of a run, or one above it: with "
                 'log_with="jsonl", runs are written to <logging_dir or "runs">/<project>/<run>.'
             )
-    runs = Runs(places)
+    runs = Runs(paths)
     runs.update()
     if not len(runs):
         raise ReportError(
-            f"no {FILE_NAME} in {', '.join(map(str, places))} or below. Runs write it with "
+            f"no {FILE_NAME} in {', '.join(map(str, paths))} or below. Runs write it with "
             'Accelerator(log_with="jsonl"), init_trackers("my_project") and log({"loss": loss}, step=step).'
         )
     return runs

@@ -1,4 +1,4 @@
-"""What the watcher wrote beside a run of several processes: seconds per rank and phase."""
+"""Read the step times per rank and phase that the watcher writes next to a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TAIL = 1 << 19
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The steps of one window on the ranks that were written down."""
+class StepWindow:
+    """The step times of one window, for the ranks in the file."""
 
     time: float
     step: int
@@ -26,8 +26,8 @@ class Moment:
     straggler: dict[str, Any] | None
 
     @classmethod
-    def from_line(cls, line: bytes) -> Moment | None:
-        """Read a line; None if a crash has torn it."""
+    def from_line(cls, line: bytes) -> StepWindow | None:
+        """Parse a line; return None if it is incomplete."""
         try:
             record = json.loads(line)
             ranks = {int(rank): [float(us) / 1e3 for us in times] for rank, times in record["ranks"].items()}
@@ -42,15 +42,15 @@ class Moment:
 
     @property
     def used(self) -> list[int]:
-        """The phases that take a visible part of any rank's step."""
+        """The phases that take a visible part of a step on any rank."""
         longest = max(map(sum, self.ranks.values()))
-        return [place for place in range(len(self.phases)) if self._most(place) > 0.001 * longest]
+        return [index for index in range(len(self.phases)) if self._longest(index) > 0.001 * longest]
 
-    def _most(self, place: int) -> float:
-        return max(times[place] for times in self.ranks.values())
+    def _longest(self, index: int) -> float:
+        return max(times[index] for times in self.ranks.values())
 
 
-def newest_moments(file: Path) -> tuple[Moment | None, Moment | None]:
+def newest_windows(file: Path) -> tuple[StepWindow | None, StepWindow | None]:
     """Return the last window, and the last one in which a rank was slow."""
     try:
         with file.open("rb") as lines:
@@ -59,6 +59,6 @@ def newest_moments(file: Path) -> tuple[Moment | None, Moment | None]:
             tail = lines.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None, None
-    moments = [moment for line in tail if (moment := Moment.from_line(line)) is not None]
-    newest_first = moments[::-1]
-    return next(iter(newest_first), None), next((moment for moment in newest_first if moment.straggler), None)
+    windows = [window for line in tail if (window := StepWindow.from_line(line)) is not None]
+    newest_first = windows[::-1]
+    return next(iter(newest_first), None), next((window for window in newest_first if window.straggler), None)

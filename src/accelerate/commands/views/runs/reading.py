@@ -1,4 +1,4 @@
-"""Read a run from its file: whole, or only what was appended since the last look."""
+"""Read a run from its file, incrementally."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 QUIET_SECONDS = 60.0
-"""For how long a run may write nothing and still be taken to be running; longer if it was quiet for longer before."""
+"""How long a running run may write nothing; longer if it has been quiet for longer before."""
 
 _SPELLED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 Floats = npt.NDArray[np.float64]
 
 
 class Points(NamedTuple):
-    """A curve: where, when and what."""
+    """A curve: steps, times and values."""
 
     step: Floats
     time: Floats
@@ -34,7 +34,7 @@ class Points(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A value that is no number."""
+    """A logged text."""
 
     step: float
     time: float
@@ -42,8 +42,8 @@ class Text(NamedTuple):
     text: str
 
 
-class _Moment(NamedTuple):
-    """How far a run had come: the lengths of its series by their ids, how many texts, and its last step."""
+class _Snapshot(NamedTuple):
+    """The length of a run at a checkpoint: of each series by its id, of the texts, and the last step."""
 
     lengths: dict[int, int]
     texts: int
@@ -51,7 +51,7 @@ class _Moment(NamedTuple):
 
 
 class Series:
-    """A curve that grows."""
+    """A growing curve."""
 
     def __init__(self) -> None:
         self._columns = (array("d"), array("d"), array("d"))
@@ -67,15 +67,15 @@ class Series:
         values.append(value)
 
     def points(self) -> Points:
-        """Return the points so far, as a copy: an array that is looked at cannot grow."""
+        """Return a copy of the points: an array with a view cannot grow."""
         return Points(*(np.array(column) for column in self._columns))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first points only."""
         self._columns = tuple(column[:length] for column in self._columns)  # type: ignore[assignment]
 
-    def forget(self, first_step: float, before: int) -> None:
-        """Drop those of the first `before` points that do not lie before a step."""
+    def drop_superseded(self, first_step: float, before: int) -> None:
+        """Drop those of the first `before` points whose step is not below `first_step`."""
         points = self.points()
         stays = points.step < first_step
         stays[before:] = True
@@ -84,26 +84,26 @@ class Series:
 
 
 class Run:
-    """What one file tells so far."""
+    """The records of one file so far."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.name = file.parent.name
-        self._start_over()
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self.starts: list[dict[str, Any]] = []
         self.segments: list[tuple[float, float]] = []
-        """When each start, the first or a resume, began and wrote its last record."""
+        """Time of the start and of the last record of each start, the first or a resume."""
         self.config: dict[str, Any] = {}
         self.ended: float | None = None
         self.scalars: dict[str, Series] = {}
         self.system: dict[str, Series] = {}
         self.progress = Series()
-        """Step and time of every record that moved on; the value is the segment."""
+        """Step and time of every record that advanced the step; the value is the segment."""
         self.texts: list[Text] = []
         self.skipped = 0
-        """Lines that are no JSON object: a crash may tear one."""
+        """Number of lines that are no JSON object: a crash may truncate one."""
         self.torn = False
         """Whether the file ends within a line."""
         self.last_step: float | None = None
@@ -112,7 +112,7 @@ class Run:
         self._longest_silence = 0.0
         self._offset = 0
         self._before_resume: tuple[dict[int, int], int] | None = None
-        self._checkpoints: dict[str, _Moment] = {}
+        self._checkpoints: dict[str, _Snapshot] = {}
 
     @property
     def project(self) -> str | None:
@@ -143,13 +143,13 @@ class Run:
         with self.file.open("rb") as lines:
             size = os.fstat(lines.fileno()).st_size
             if size < self._offset:  # written anew
-                self._start_over()
+                self._reset()
             begin = self._offset
             lines.seek(begin)
             self.torn = False
             for line in lines:
                 if not line.endswith(b"\n"):
-                    self.torn = True  # perhaps it is still being written: it is read again when it is whole
+                    self.torn = True  # perhaps still being written: read again when complete
                     break
                 self._offset += len(line)
                 if not line.isspace():
@@ -161,56 +161,56 @@ class Run:
             record = json.loads(str(line, "utf-8"))
         except (ValueError, RecursionError):
             self.skipped += 1
-            resumed = line.find(b'{"start"', 1)  # written right behind a torn line: the resume must not be lost with it
+            resumed = line.find(b'{"start"', 1)  # a resume appended to a truncated line must not be lost
             if resumed > 0:
                 self.skipped -= 1
                 self._read(line[:resumed])
                 self._read(line[resumed:])
             return
         if isinstance(record, dict):
-            self._take(record)
+            self._apply(record)
         else:
             self.skipped += 1
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _apply(self, record: dict[str, Any]) -> None:
         if isinstance(values := record.get("values"), dict):
-            self._take_values(record, values)
+            self._apply_values(record, values)
         elif isinstance(values := record.get("system"), dict):
-            when, step = self._when(record), _place(record.get("step"))
+            when, step = self._advance_time(record), _finite(record.get("step"))
             for name, value in values.items():
                 if (number := _number(value)) is not None:
-                    self.system.setdefault(name, Series()).append(self._known(step), when, number)
+                    self.system.setdefault(name, Series()).append(self._step_or_last(step), when, number)
         elif isinstance(start := record.get("start"), dict):
-            self._take_start(start)
+            self._apply_start(start)
         elif isinstance(config := record.get("config"), dict):
             self.config.update(config)
         elif isinstance(lost := record.get("lost"), dict):
             self._lost[-1] = {str(name): count for name, count in lost.items() if isinstance(count, int)}
         elif isinstance(checkpoint := record.get("checkpoint"), dict):
-            self._when(checkpoint)
-            self._checkpoints[str(checkpoint.get("id"))] = self._moment()
+            self._advance_time(checkpoint)
+            self._checkpoints[str(checkpoint.get("id"))] = self._snapshot()
         elif isinstance(end := record.get("end"), dict):
-            self.ended = self._when(end)
+            self.ended = self._advance_time(end)
 
-    def _take_start(self, start: dict[str, Any]) -> None:
-        when = _place(start.get("time"))
+    def _apply_start(self, start: dict[str, Any]) -> None:
+        when = _finite(start.get("time"))
         when = self.last_time or 0.0 if when is None else when
         self._before_resume = None
         if str(start.get("resumed")) in self._checkpoints:
-            self._go_back(str(start["resumed"]))
-        elif self.starts:  # which steps it does again shows the first that it logs
-            self._before_resume = (self._moment().lengths, len(self.texts))
+            self._rewind(str(start["resumed"]))
+        elif self.starts:  # its first logged step shows which steps are repeated
+            self._before_resume = (self._snapshot().lengths, len(self.texts))
         self.starts.append(start)
         self._lost.append({})
         self.segments.append((when, when))
         self.ended = None
         self.last_time = when
 
-    def _take_values(self, record: dict[str, Any], values: dict[str, Any]) -> None:
-        when, step = self._when(record), _place(record.get("step"))
+    def _apply_values(self, record: dict[str, Any], values: dict[str, Any]) -> None:
+        when, step = self._advance_time(record), _finite(record.get("step"))
         if self._before_resume is not None and step is not None:
             self._supersede(step)
-        step = self._known(step, advance=True)
+        step = self._step_or_last(step, advance=True)
         if self.last_step is None or step > self.last_step:
             self.progress.append(step, when, len(self.segments))
         self.last_step = step
@@ -224,27 +224,27 @@ class Run:
             elif isinstance(value, str):
                 self.texts.append(Text(step, when, name, value))
 
-    def _moment(self) -> _Moment:
+    def _snapshot(self) -> _Snapshot:
         lengths = {id(series): len(series) for series in self._all_series()}
-        return _Moment(lengths, len(self.texts), self.last_step)
+        return _Snapshot(lengths, len(self.texts), self.last_step)
 
-    def _go_back(self, checkpoint: str) -> None:
-        """Forget what the run did after a checkpoint, because it does that again."""
-        moment = self._checkpoints[checkpoint]
+    def _rewind(self, checkpoint: str) -> None:
+        """Drop the records after a checkpoint: the resumed run repeats these steps."""
+        snapshot = self._checkpoints[checkpoint]
         for series in self._all_series():
-            series.cut(moment.lengths.get(id(series), 0))
-        del self.texts[moment.texts :]
-        self.last_step = moment.last_step
+            series.truncate(snapshot.lengths.get(id(series), 0))
+        del self.texts[snapshot.texts :]
+        self.last_step = snapshot.last_step
         names = list(self._checkpoints)
         for later in names[names.index(checkpoint) + 1 :]:
             del self._checkpoints[later]
 
     def _supersede(self, first_step: float) -> None:
-        """Forget what the run did after the checkpoint from which it was resumed."""
+        """Drop the records from the first step that the resumed run repeats."""
         assert self._before_resume is not None
         lengths, texts = self._before_resume
         for series in self._all_series():
-            series.forget(first_step, lengths.get(id(series), 0))
+            series.drop_superseded(first_step, lengths.get(id(series), 0))
         self.texts = [text for i, text in enumerate(self.texts) if i >= texts or text.step < first_step]
         self.last_step = None
         self._before_resume = None
@@ -254,13 +254,13 @@ class Run:
         yield from self.system.values()
         yield self.progress
 
-    def _known(self, step: float | None, advance: bool = False) -> float:
+    def _step_or_last(self, step: float | None, advance: bool = False) -> float:
         if step is not None:
             return step
         return 0.0 if self.last_step is None else self.last_step + advance
 
-    def _when(self, record: dict[str, Any]) -> float:
-        when = _place(record.get("time"))
+    def _advance_time(self, record: dict[str, Any]) -> float:
+        when = _finite(record.get("time"))
         if when is None:
             when = self.last_time or 0.0
         if not self.segments:
@@ -273,13 +273,13 @@ class Run:
         return when
 
 
-def say_lost(run: Run) -> list[str]:
-    """Say which trackers did not store everything, a few words for each."""
+def describe_lost(run: Run) -> list[str]:
+    """Return a short message for each tracker that has lost records."""
     return [f"{name} lost {count:,} record{'s' * (count != 1)}" for name, count in run.lost.items()]
 
 
-def _place(value: Any) -> float | None:
-    """Return a number that can stand on an axis."""
+def _finite(value: Any) -> float | None:
+    """Return a finite number, or None."""
     number = _number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -296,5 +296,5 @@ def _number(value: Any) -> float | None:
 
 
 def clean(text: str) -> str:
-    """Return a name without what would steer the terminal."""
+    """Return a text without terminal control characters."""
     return "".join(character if character.isprintable() else "·" for character in text)

@@ -1,4 +1,4 @@
-"""Thin a curve out without hiding anything: every bucket keeps its first, lowest, highest and last point."""
+"""Downsample a curve without hiding extremes: every bucket keeps its first, lowest, highest and last point."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def bucket_edges(length: int, limit: int) -> npt.NDArray[np.int64]:
     return np.linspace(0, length, max(1, limit // PER_BUCKET) + 1).astype(np.int64)
 
 
-def kept(values: Floats, limit: int) -> npt.NDArray[np.int64]:
-    """Return the indices of at most `limit` points that stand for all: the extremes are among them."""
+def downsampled(values: Floats, limit: int) -> npt.NDArray[np.int64]:
+    """Return the indices of at most `limit` points, extremes included."""
     length = len(values)
     if length <= limit:
         return np.arange(length)
@@ -32,10 +32,10 @@ def kept(values: Floats, limit: int) -> npt.NDArray[np.int64]:
     return np.unique(np.concatenate([begins, ends - 1, rows[bucket, lowest], rows[bucket, highest]]))
 
 
-def means(points: Points, limit: int) -> Points:
-    """Return the mean point of every bucket, from its finite values: what a smoothed curve is made of.
+def bucket_means(points: Points, limit: int) -> Points:
+    """Return the mean point of every bucket, from its finite values, for smoothed curves.
 
-    The kept extremes would not do: they count a single spike as much as the thousand values around it.
+    Means of the downsampled points would weigh a single spike as much as the thousand values around it.
     """
     edges = bucket_edges(len(points.value), limit)
     begins, sizes = edges[:-1], np.diff(edges)

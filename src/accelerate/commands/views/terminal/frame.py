@@ -1,4 +1,4 @@
-"""What the terminal shows at one moment: a line per run, and a grid of charts that fits."""
+"""Draw one frame of the live view: a line per run, and a grid of charts that fits the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..charts import Chart, charts_of
 from ..page.page import flat
 from ..runs.finding import FILE_NAME, Runs
-from ..runs.reading import Run, clean, say_lost
+from ..runs.reading import Run, clean, describe_lost
 from .text import (
     BOLD,
     DIM,
@@ -21,42 +21,42 @@ from .text import (
     Span,
     column_means,
     draw,
+    format_number,
+    format_seconds,
     render,
     run_colour,
-    say,
-    say_seconds,
 )
 
-_MOST_RUNS = 8
+_MAX_RUNS = 8
 _CHART_WIDTH = 52
-"""Columns below which a chart is not squeezed while there is a choice."""
+"""The minimum width of a chart, unless the terminal is narrower."""
 _CHART_HEIGHT = 10
 _LABEL = 9
 _RECENT = 50
-"""Records over which the present speed is measured."""
+"""Number of records over which the speed is measured."""
 _TOTAL_STEPS = ("max_steps", "max_train_steps", "total_steps", "num_steps", "num_training_steps", "steps")
 
 
 class Frame:
-    """All that is seen at one moment."""
+    """One frame of the live view of some runs."""
 
     def __init__(self, runs: Runs, wanted: Sequence[str], width: int, height: int, page: int = 0) -> None:
         self.width, self.height = max(width, 20), max(height, 5)
         self._now = time.time()
-        self._places = runs.places
-        recent = sorted(runs, key=lambda run: run.last_time or 0.0)[-_MOST_RUNS:]
+        self._paths = runs.paths
+        recent = sorted(runs, key=lambda run: run.last_time or 0.0)[-_MAX_RUNS:]
         self._runs = [run for run in runs if run in recent]
         self._older = len(runs) - len(self._runs)
         self._charts = charts_of(self._runs, wanted)
         self._wanted = wanted
         across = max(1, min(self.width // _CHART_WIDTH, len(self._charts)))
-        room = self.height - len(self._head()) - 1
-        down = max(1, min(room // _CHART_HEIGHT, -(-len(self._charts) // across)))
-        self._grid = (across, down, room // down)
+        free_lines = self.height - len(self._head()) - 1
+        down = max(1, min(free_lines // _CHART_HEIGHT, -(-len(self._charts) // across)))
+        self._grid = (across, down, free_lines // down)
         self.pages = max(1, -(-len(self._charts) // (across * down)))
         self._page = min(page, self.pages - 1)
 
-    def text(self, coloured: bool, farewell: bool = False) -> str:
+    def text(self, coloured: bool, final: bool = False) -> str:
         """Return the frame's lines."""
         across, down, tall = self._grid
         begin = self._page * across * down
@@ -72,11 +72,11 @@ class Frame:
         if not self._charts:
             lines.append(self._nothing())
         lines = lines[: self.height - 1]
-        return "\n".join([*lines, render(self._foot(farewell), self.width, coloured)])
+        return "\n".join([*lines, render(self._foot(final), self.width, coloured)])
 
     def _nothing(self) -> str:
         if not self._runs:
-            return f"waiting for a {FILE_NAME} in {clean(', '.join(map(str, self._places)))} or below …"
+            return f"waiting for a {FILE_NAME} in {clean(', '.join(map(str, self._paths)))} or below …"
         if self._wanted:
             return f"no metric matches {clean(', '.join(self._wanted))} yet …"
         return "no numbers were logged yet …"
@@ -95,27 +95,27 @@ class Frame:
             Span(clean(run.name)),
             Span(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
         ]
-        facts = [f"step {say(run.last_step)}"] if run.last_step is not None else []
-        speed = present_speed(run)
+        facts = [f"step {format_number(run.last_step)}"] if run.last_step is not None else []
+        speed = recent_speed(run)
         if speed is not None:
-            facts.append(f"{say(speed)} steps/s")
-        facts.append(say_seconds(run.seconds))
+            facts.append(f"{format_number(speed)} steps/s")
+        facts.append(format_seconds(run.seconds))
         if state != "finished" and run.last_time is not None:
-            facts.append(f"last line {say_seconds(self._now - run.last_time)} ago")
+            facts.append(f"last line {format_seconds(self._now - run.last_time)} ago")
             total = total_steps(run)
             if state == "running" and speed and total and run.last_step is not None and total > run.last_step:
-                facts.append(f"about {say_seconds((total - run.last_step) / speed)} to step {say(total)}")
-        lost = "".join(f" · {clean(words)}" for words in say_lost(run))
+                facts.append(f"about {format_seconds((total - run.last_step) / speed)} to step {format_number(total)}")
+        lost = "".join(f" · {clean(words)}" for words in describe_lost(run))
         return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
 
-    def _foot(self, farewell: bool) -> Line:
+    def _foot(self, final: bool) -> Line:
         states = {run.state(self._now) for run in self._runs}
         words = ["all runs have ended"] if states == {"finished"} else []
         if len(self._runs) > 1 and self._charts:
             words.append("means per column")
         if self.pages > 1:
-            words.append(f"charts {self._page + 1}/{self.pages}" + ("" if farewell else " (← →)"))
-        if not farewell:
+            words.append(f"charts {self._page + 1}/{self.pages}" + ("" if final else " (← →)"))
+        if not final:
             words.append("q or Ctrl-C to leave")
         return [Span(" · ".join(words), DIM)]
 
@@ -124,13 +124,15 @@ class Frame:
         tall, wide = max(1, height - 3), width - _LABEL - 1
         bad = sum(int(np.count_nonzero(~np.isfinite(points.value))) for _, points in chart.curves)
         title = [Span(clean(chart.name), BOLD)]
-        title += [Span(f"  {say(float(points.value[-1]))}", run_colour(number)) for number, points in chart.curves]
+        title += [
+            Span(f"  {format_number(float(points.value[-1]))}", run_colour(number)) for number, points in chart.curves
+        ]
         if bad:
             title.append(Span(f"  {bad} not finite", RED))
         steps = np.concatenate([points.step for _, points in chart.curves])
         left, right = float(steps.min()), float(steps.max())
         curves = chart.curves
-        if len(curves) > 1:  # bands of noise would cover each other
+        if len(curves) > 1:  # noisy curves would cover each other
             curves = [(number, column_means(points, wide, left, right)) for number, points in curves]
         values = np.concatenate([points.value for _, points in curves])
         values = values[np.isfinite(values)]
@@ -139,18 +141,19 @@ class Frame:
         low, high = float(values.min()), float(values.max())
         if low == high:
             low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-        labels = {0: say(high), tall - 1: say(low)}
+        labels = {0: format_number(high), tall - 1: format_number(low)}
         if tall >= 5:
-            labels[tall // 2] = say(high - (high - low) * (tall // 2) / (tall - 1))
+            labels[tall // 2] = format_number(high - (high - low) * (tall // 2) / (tall - 1))
         rows: list[Line] = [
             [Span(labels.get(i, "").rjust(_LABEL), DIM), Span("┤" if i in labels else "│", DIM), *line]
             for i, line in enumerate(draw(curves, wide, tall, Box(left, right, low, high)))
         ]
-        ends = say(left) + " " * max(1, wide - len(say(left) + say(right))) + say(right)
+        first, last = format_number(left), format_number(right)
+        ends = first + " " * max(1, wide - len(first + last)) + last
         return [title, *rows, [Span(" " * _LABEL + "└" + ends, DIM)], []]
 
 
-def present_speed(run: Run) -> float | None:
+def recent_speed(run: Run) -> float | None:
     """Return steps per second over the last records since the last start."""
     progress = run.progress.points()
     progress = progress.at(progress.value == len(run.segments)).at(slice(-_RECENT, None))
@@ -160,6 +163,6 @@ def present_speed(run: Run) -> float | None:
 
 
 def total_steps(run: Run) -> float | None:
-    """Return where the run is to end, if its configuration tells in one of the usual words."""
-    told = {key.rpartition(".")[2]: value for key, value in flat(run.config)}
-    return next((float(told[word]) for word in _TOTAL_STEPS if told.get(word, "").isdigit()), None)
+    """Return the total number of steps, if the run's configuration has it under a usual name."""
+    values = {key.rpartition(".")[2]: value for key, value in flat(run.config)}
+    return next((float(values[word]) for word in _TOTAL_STEPS if values.get(word, "").isdigit()), None)

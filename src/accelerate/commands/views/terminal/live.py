@@ -1,4 +1,4 @@
-"""Show runs in the terminal while they run: one frame, drawn again and again from what was appended."""
+"""Show runs in the terminal while they run: one frame, redrawn with every update."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .frame import Frame
 from .text import as_ascii
 
 
-def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] = (), waits: bool = False) -> None:
+def show_live(paths: Sequence[Path], *, interval: float, wanted: Sequence[str] = (), waits: bool = False) -> None:
     """Show the runs until all have ended or the user leaves; without a terminal, show them once.
 
-    `waits`: the places need not exist yet.
+    With `waits`, the folders need not exist yet.
     """
     out = sys.stdout
     if not has_screen(out):
-        show_once(out, Frame(read_runs(places), wanted, *shutil.get_terminal_size((100, 40))))
+        show_once(out, Frame(read_runs(paths), wanted, *shutil.get_terminal_size((100, 40))))
         return
-    runs = Runs(places)
-    if not waits and not all(place.exists() for place in places):
-        read_runs(places)  # says which one is missing
-    given_up: set[Run] | None = None
+    runs = Runs(paths)
+    if not waits and not all(path.exists() for path in paths):
+        read_runs(paths)  # raises for the missing one
+    was_cut_off: set[Run] | None = None
 
     def draw(width: int, height: int, page: int) -> Frame:
         runs.update()
@@ -39,61 +39,59 @@ def show_live(places: Sequence[Path], *, interval: float, wanted: Sequence[str] 
 
     def is_over() -> bool:
         # Runs that were cut off before do not keep the view open, unless they are resumed.
-        nonlocal given_up
+        nonlocal was_cut_off
         cut_off = {run for run in runs if run.state() == "cut off"}
-        given_up = cut_off if given_up is None else given_up & cut_off
+        was_cut_off = cut_off if was_cut_off is None else was_cut_off & cut_off
         ended = {run for run in runs if run.ended is not None}
-        return bool(ended) and ended | given_up == set(runs)
+        return bool(ended) and ended | was_cut_off == set(runs)
 
     follow(Frame(runs, wanted, 80, 24), draw, is_over, interval)
 
 
-class Picture(Protocol):
-    """What can be shown, a page at a time."""
+class View(Protocol):
+    """A text in pages."""
 
     height: int
     pages: int
 
-    def text(self, coloured: bool, farewell: bool = False) -> str:
-        """Return its lines."""
+    def text(self, coloured: bool, final: bool = False) -> str:
+        """Return the lines of the current page."""
 
 
 def has_screen(out: TextIO) -> bool:
-    """Return whether a picture can be drawn again in its place."""
+    """Return whether the output is a terminal that can be redrawn."""
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def show_once(out: TextIO, picture: Picture) -> None:
-    """Write a picture as plain lines."""
-    out.write(_plain(picture.text(coloured=False, farewell=True), out) + "\n")
+def show_once(out: TextIO, view: View) -> None:
+    """Write a view as plain lines."""
+    out.write(_plain(view.text(coloured=False, final=True), out) + "\n")
 
 
-def follow(
-    first: Picture, draw: Callable[[int, int, int], Picture], is_over: Callable[[], bool], interval: float
-) -> None:
-    """Draw picture after picture, of the window's size and the page asked for, until it is over or the user leaves.
+def follow(first: View, draw: Callable[[int, int, int], View], is_over: Callable[[], bool], interval: float) -> None:
+    """Redraw a view, for the current size and page, until the run is over or the user quits.
 
-    The last one stays; `first` is that for whoever leaves at once.
+    The last view stays on the terminal; it is `first` if the user quits at once.
     """
-    page, picture = 0, first
+    page, view = 0, first
     with Screen(sys.stdout) as screen:
         try:
             while True:
-                picture = draw(*screen.size(), page)
-                screen.show(picture)
+                view = draw(*screen.size(), page)
+                screen.show(view)
                 if is_over():
                     break
                 key = screen.wait(interval)
                 if key == "q":
                     break
-                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % picture.pages
+                page = (page + {"next": 1, "previous": -1}.get(key, 0)) % view.pages
         except KeyboardInterrupt:
             pass
-    screen.leave_behind(picture)
+    screen.print_last(view)
 
 
 class Screen:
-    """The terminal while it is ours: a screen beside the user's own, without a cursor, keys as they are pressed."""
+    """The terminal's alternate screen, without a cursor and with unbuffered keys."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -105,13 +103,13 @@ class Screen:
         def leave(number: int, frame: FrameType | None) -> None:
             raise SystemExit(128 + number)
 
-        before = signal.signal(signal.SIGTERM, leave)  # else the terminal would stay as it is now
+        before = signal.signal(signal.SIGTERM, leave)  # else the terminal would not be restored
         self._restore.append(lambda: signal.signal(signal.SIGTERM, before))
         if sys.stdin.isatty():
             try:
                 import termios
                 import tty
-            except ImportError:  # no keys on this system; Ctrl-C leaves
+            except ImportError:  # no keys on this system; Ctrl-C quits
                 pass
             else:
                 modes = termios.tcgetattr(sys.stdin)
@@ -128,22 +126,22 @@ class Screen:
             undo()
 
     def size(self) -> tuple[int, int]:
-        """Return columns and lines, as they are now."""
+        """Return the current columns and lines."""
         try:
             size = os.get_terminal_size(self._out.fileno())  # not $COLUMNS, which does not follow the window
         except OSError:
             size = shutil.get_terminal_size()
         return size.columns, size.lines
 
-    def show(self, frame: Picture) -> None:
-        """Draw over the last frame: clearing first would flicker."""
+    def show(self, frame: View) -> None:
+        """Draw over the last frame, without flicker."""
         lines = _plain(frame.text(self._coloured), self._out).split("\n")
         self._out.write("\x1b[H" + "\x1b[K\n".join(lines[: frame.height]) + "\x1b[K\x1b[J")
         self._out.flush()
 
-    def leave_behind(self, frame: Picture) -> None:
-        """Print the last frame where the user's own lines are."""
-        self._out.write(_plain(frame.text(self._coloured, farewell=True), self._out) + "\n")
+    def print_last(self, frame: View) -> None:
+        """Print the last frame to the normal screen."""
+        self._out.write(_plain(frame.text(self._coloured, final=True), self._out) + "\n")
         self._out.flush()
 
     def wait(self, seconds: float) -> str:

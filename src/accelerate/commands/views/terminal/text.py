@@ -73,11 +73,11 @@ def render(line: Line, width: int, coloured: bool, pad: bool = False) -> str:
 
 
 def as_ascii(text: str) -> str:
-    """Return a frame for a terminal that knows no Unicode."""
+    """Return a frame for a terminal without Unicode."""
     return "".join("*" if 0 < ord(character) - _BRAILLE < 256 else character for character in text.translate(_ASCII))
 
 
-def say(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a number in few characters."""
     if not math.isfinite(value):
         return {math.inf: "inf", -math.inf: "-inf"}.get(value, "NaN")
@@ -90,7 +90,7 @@ def say(value: float) -> str:
     return f"{value:.4g}"
 
 
-def say_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration in few characters."""
     whole = int(max(0.0, seconds))
     if whole < 60:
@@ -155,17 +155,17 @@ def _dots(points: Points, width: int, height: int, box: Box) -> npt.NDArray[np.b
     order = np.argsort(column, kind="stable")
     column, row = column[order], row[order]
     begins = np.flatnonzero(np.diff(column, prepend=-1))
-    places, highest, lowest = column[begins], np.minimum.reduceat(row, begins), np.maximum.reduceat(row, begins)
+    positions, highest, lowest = column[begins], np.minimum.reduceat(row, begins), np.maximum.reduceat(row, begins)
     first, last = row[begins], row[np.append(begins[1:], len(row)) - 1]
-    for i, place in enumerate(places):
-        dots[highest[i] : lowest[i] + 1, place] = True
+    for i, position in enumerate(positions):
+        dots[highest[i] : lowest[i] + 1, position] = True
         if i:
-            _join(dots, (places[i - 1], last[i - 1]), (place, first[i]))
+            _join(dots, (positions[i - 1], last[i - 1]), (position, first[i]))
     return dots
 
 
 def _join(dots: npt.NDArray[np.bool_], begin: tuple[int, int], end: tuple[int, int]) -> None:
     count = max(abs(end[0] - begin[0]), abs(end[1] - begin[1]), 1)
     share = np.arange(count + 1) / count
-    places = np.rint(begin[0] + share * (end[0] - begin[0])).astype(int)
-    dots[np.rint(begin[1] + share * (end[1] - begin[1])).astype(int), places] = True
+    positions = np.rint(begin[0] + share * (end[0] - begin[0])).astype(int)
+    dots[np.rint(begin[1] + share * (end[1] - begin[1])).astype(int), positions] = True

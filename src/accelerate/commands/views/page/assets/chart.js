@@ -1,4 +1,4 @@
-// One metric on a canvas. The curves lie on one canvas, what follows the pointer on a second one above it.
+// One metric: a canvas with the curves, and a second one above it for the pointer.
 
 const LEFT = 56, RIGHT = 10, TOP = 8, BOTTOM = 22;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
@@ -101,7 +101,7 @@ class Chart {
 
   soft() { return this.view.smoothing > 0 && !this.spec.exact; }
 
-  // How far back the smoothed curve remembers: a share of the longest run. It does not change with the zoom.
+  // The window of the smoothed curve: a share of the longest run, independent of the zoom.
   memory() {
     const lengths = this.shown().map((curve) => curve.on(this.view.axis).x).map((x) => (x.length ? x[x.length - 1] - x[0] : 0));
     return Math.max(1e-12, Math.max(...lengths) * 0.25 * this.view.smoothing ** 2);
@@ -348,7 +348,7 @@ class Chart {
     }
   }
 
-  // Off the screen a chart holds no pixels: a page of hundreds stays light.
+  // A chart outside the viewport holds no pixels, which saves memory on pages of hundreds.
   show(visible) {
     this.visible = visible;
     if (visible) return;

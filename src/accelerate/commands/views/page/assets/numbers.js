@@ -1,4 +1,4 @@
-// Numbers: unpacking, ticks, words for them, and smoothing. Nothing here knows of the page.
+// Numbers: unpacking, ticks, formatting and smoothing. Independent of the page.
 
 function unpack(text) {
   const binary = atob(text.slice(1));
@@ -7,7 +7,7 @@ function unpack(text) {
   return text[0] === "d" ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
 }
 
-function say(value) {
+function formatNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "NaN";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
@@ -20,13 +20,13 @@ function say(value) {
 
 // Three digits, where several runs share a line.
 function brief(value) {
-  if (value === null || value === undefined || !Number.isFinite(value) || (Number.isInteger(value) && Math.abs(value) < 1e5)) return say(value);
+  if (value === null || value === undefined || !Number.isFinite(value) || (Number.isInteger(value) && Math.abs(value) < 1e5)) return formatNumber(value);
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e").replace("-", "−");
   return (size >= 1000 ? Math.round(value).toLocaleString("en-US") : value.toPrecision(size >= 1 ? 4 : 3)).replace("-", "−");
 }
 
-function sayDuration(seconds) {
+function formatDuration(seconds) {
   const s = Math.max(0, seconds);
   if (s < 60) return `${s < 10 ? s.toFixed(1) : Math.round(s)} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
@@ -37,7 +37,7 @@ function sayDuration(seconds) {
 
 const two = (n) => String(n).padStart(2, "0");
 
-function sayClock(seconds, withDay = true) {
+function formatClock(seconds, withDay = true) {
   const d = new Date(seconds * 1000);
   const time = `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
   return withDay ? `${d.getFullYear()}-${two(d.getMonth() + 1)}-${two(d.getDate())} ${time}` : time;
@@ -98,7 +98,7 @@ function timeTicks(low, high, count, wall) {
 function wallText(at, step) {
   const d = new Date(at * 1000);
   if (step >= 43200) return `${two(d.getMonth() + 1)}-${two(d.getDate())}`;
-  return step < 60 ? sayClock(at, false) : `${two(d.getHours())}:${two(d.getMinutes())}`;
+  return step < 60 ? formatClock(at, false) : `${two(d.getHours())}:${two(d.getMinutes())}`;
 }
 
 function relativeText(at, step) {
@@ -126,7 +126,7 @@ function smoothed(x, y, memory) {
   return out;
 }
 
-// The place of the first x that is not below a limit.
+// The index of the first x that is not below a limit.
 function firstFrom(x, limit) {
   let low = 0, high = x.length;
   while (low < high) {

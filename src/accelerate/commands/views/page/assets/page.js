@@ -1,4 +1,4 @@
-// The page: what is chosen, what is pointed at, and who has to draw again.
+// The page: its state (selection, pointer, zoom) and the scheduling of redraws.
 
 const root = document.documentElement;
 const byId = (id) => document.getElementById(id);
@@ -74,12 +74,12 @@ class View {
     const tip = byId("tooltip");
     tip.hidden = !chart;
     if (!chart) return;
-    const where = this.axis === "step" ? `step ${say(this.snapped(chart, x))}` : this.axis === "relative" ? sayDuration(x) : sayClock(x);
+    const where = this.axis === "step" ? `step ${formatNumber(this.snapped(chart, x))}` : this.axis === "relative" ? formatDuration(x) : formatClock(x);
     const rows = chart.readings(x).sort((a, b) => b.value - a.value).slice(0, 16).flatMap(({ curve, value, raw }) => [
       element("span", { class: "dot", colour: this.colour(curve.run) }),
       element("span", { class: "tip-name" }, this.runs[curve.run].name),
-      element("span", { class: "value" }, say(value)),
-      element("span", { class: "muted" }, raw === null ? "" : say(raw)),
+      element("span", { class: "value" }, formatNumber(value)),
+      element("span", { class: "muted" }, raw === null ? "" : formatNumber(raw)),
     ]);
     tip.replaceChildren(element("strong", {}, where), element("div", {}, ...rows));
     (chart.large ? byId("large") : document.body).append(tip);
@@ -138,7 +138,7 @@ for (const chart of data.charts) chart.curves = chart.curves.map((curve) => new 
 
 function fillHeader() {
   byId("title").textContent = data.title;
-  byId("subtitle").textContent = `${count(data.runs.length, "run")} · ${count(data.charts.length, "metric")} · ${sayClock(data.made).slice(0, 16)}`;
+  byId("subtitle").textContent = `${count(data.runs.length, "run")} · ${count(data.charts.length, "metric")} · ${formatClock(data.made).slice(0, 16)}`;
   const chips = data.runs.map((run, number) => {
     const chip = element("button", { type: "button", class: "chip", "aria-pressed": "true", title: `${run.path}\nclick: show or hide; shift-click: only this run` },
       element("span", { class: "dot", colour: view.colour(number) }), element("span", {}, run.name));
@@ -238,7 +238,7 @@ function listen() {
   byId("reset").addEventListener("click", () => { for (const chart of view.charts) chart.zoom = null; view.setZoom(null); });
   byId("theme").addEventListener("click", () => {
     root.dataset.theme = view.dark ? "light" : "dark";
-    try { localStorage.setItem("accelerate-report-theme", root.dataset.theme); } catch { /* a file may not be allowed to keep anything */ }
+    try { localStorage.setItem("accelerate-report-theme", root.dataset.theme); } catch { /* storage may be disabled for files */ }
     recolour();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);

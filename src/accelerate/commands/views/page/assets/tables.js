@@ -26,9 +26,9 @@ function summaryTable(view, data) {
   const columns = [
     { title: "Run", value: (run) => view.runs[run].name, cell: (run) => element("td", {}, runName(view, run)) },
     { title: "State", value: (run) => view.runs[run].state, cell: (run) => stateCell(view.runs[run]) },
-    { title: "Started", value: (run) => view.runs[run].segments[0][0], cell: (run) => cell(view.runs[run].segments[0][0] ? sayClock(view.runs[run].segments[0][0]).slice(0, 16) : "–") },
-    { title: "Duration", value: (run) => view.runs[run].seconds, cell: (run) => cell(sayDuration(view.runs[run].seconds), "number") },
-    { title: "Last step", value: (run) => view.runs[run].lastStep, cell: (run) => cell(view.runs[run].lastStep === null ? "–" : say(view.runs[run].lastStep), "number") },
+    { title: "Started", value: (run) => view.runs[run].segments[0][0], cell: (run) => cell(view.runs[run].segments[0][0] ? formatClock(view.runs[run].segments[0][0]).slice(0, 16) : "–") },
+    { title: "Duration", value: (run) => view.runs[run].seconds, cell: (run) => cell(formatDuration(view.runs[run].seconds), "number") },
+    { title: "Last step", value: (run) => view.runs[run].lastStep, cell: (run) => cell(view.runs[run].lastStep === null ? "–" : formatNumber(view.runs[run].lastStep), "number") },
   ];
   for (const metric of metrics) {
     const of = (run, what) => metric.curves.find((curve) => curve.run === run)?.spec[what];
@@ -38,7 +38,7 @@ function summaryTable(view, data) {
         title: what, metric, value: (run) => of(run, what),
         cell: (run) => {
           const value = of(run, what);
-          const text = value === undefined ? "–" : say(value);
+          const text = value === undefined ? "–" : formatNumber(value);
           const classes = `number ${what === "last" ? "edge" : ""} ${text === "NaN" ? "nan" : ""} ${view.runs.length > 1 && value === best[what] && value !== null ? "best" : ""}`;
           return cell(text, classes);
         },
@@ -141,7 +141,7 @@ function configTable(view) {
 function textTable(view, data) {
   if (!data.texts.length) return null;
   const rows = data.texts.map((text) => {
-    const row = element("tr", {}, element("td", {}, runName(view, text.run)), cell(text.step === null ? "–" : say(text.step), "number"), cell(text.name), cell(text.text, "wrap"));
+    const row = element("tr", {}, element("td", {}, runName(view, text.run)), cell(text.step === null ? "–" : formatNumber(text.step), "number"), cell(text.name), cell(text.text, "wrap"));
     row.dataset.run = text.run;
     return row;
   });

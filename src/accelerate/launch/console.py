@@ -1,4 +1,4 @@
-"""The launcher's own voice, and the silence of others."""
+"""Print the launcher's messages, and silence loggers that would repeat them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def say(sentence: str) -> None:
-    """Print a line of the launcher's own."""
-    print(f"accelerate launch: {sentence}", file=sys.stderr, flush=True)
+def notify(message: str) -> None:
+    """Print a message of the launcher to stderr."""
+    print(f"accelerate launch: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def quieted(*names: str) -> Iterator[None]:
-    """Keep loggers quiet about failures that are reported better elsewhere."""
+def loggers_silenced(*names: str) -> Iterator[None]:
+    """Silence loggers inside the block: what they report is reported elsewhere."""
     import logging  # not needed by a launch that goes well
 
     logs = [logging.getLogger(name) for name in names]
