@@ -18,12 +18,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests import warm
 
 from .worker import Job, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS_TO_FOLLOW_A_FAILURE = 5.0
+MOST_THREADS = 64
+"""A process group that something still refers to keeps gloo's threads, which wake up a hundred times a second."""
 
 
 class RankFailure(AssertionError):
@@ -74,6 +78,7 @@ class WorkerPool:
     """Warm workers, started when first needed and replaced after a failure that left any of them waiting."""
 
     workers: list[Worker] = field(default_factory=list)
+    leaving: list[Worker] = field(default_factory=list)
     logs: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
 
     def run(
@@ -103,6 +108,7 @@ class WorkerPool:
             raise
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
         if not failed and verdict is None:
+            self._replace_workers_with_many_threads()
             return [outcomes[rank].value for rank in range(world_size)]
         raise RankFailure(self._report(function, world, starts, outcomes, verdict))
 
@@ -135,6 +141,14 @@ class WorkerPool:
             self.close(kindly=False)
         return outcomes, verdict
 
+    def _replace_workers_with_many_threads(self) -> None:
+        """Let the workers end if one has kept the threads of many process groups; new ones are forked when needed."""
+        if any(psutil.Process(worker.process.pid).num_threads() > MOST_THREADS for worker in self.workers):
+            for worker in self.workers:
+                worker.connection.close()
+            self.leaving += self.workers
+            self.workers = []
+
     @staticmethod
     def _show_stacks(workers: list[Worker]) -> None:
         for worker in workers:
@@ -165,12 +179,13 @@ class WorkerPool:
     def close(self, kindly: bool = True) -> None:
         """Finish the workers; new ones start when needed."""
         workers, self.workers = self.workers, []
+        leaving, self.leaving = self.leaving, []
         for worker in workers:
             if kindly:
                 worker.connection.close()
             else:
                 worker.end()
-        for worker in workers:
+        for worker in workers + leaving:
             worker.wait_for_its_end()
 
 

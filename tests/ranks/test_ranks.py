@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate import PartialState
-from tests.ranks import RankFailure, ranks, run_on_ranks, shared_pool
+from tests.ranks import RankFailure, new_pool, ranks, run_on_ranks, shared_pool
+from tests.ranks.pool import MOST_THREADS
 from tests.timing import limit
 
 
@@ -28,10 +30,23 @@ def who_am_i() -> tuple[int, int]:
 
 
 def test_results_come_back_in_rank_order_and_workers_are_reused() -> None:
-    first = run_on_ranks(2, who_am_i)
-    second = run_on_ranks(2, who_am_i)
+    pool = new_pool()  # whose workers have not run other tests, and are not due to be replaced
+    first = pool.run(2, who_am_i, {})
+    second = pool.run(2, who_am_i, {})
+    pool.close()
     assert [rank for rank, _ in first] == [0, 1]
     assert first == second
+
+
+def keep_threads() -> int:
+    for _ in range(MOST_THREADS):
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    return os.getpid()
+
+
+def test_workers_that_keep_many_threads_are_replaced() -> None:
+    pids = run_on_ranks(2, keep_threads)
+    assert not set(pids) & {pid for _, pid in run_on_ranks(2, who_am_i)}
 
 
 def fail_on_rank_one() -> None:
