@@ -26,8 +26,8 @@ LOOKS = 200
 def run(rounds: int) -> list[Comparison]:
     """Measure steps, then the store."""
     rows = run_on_two(on_every_rank, rounds)
-    meeting = f"the reports of {RANKS:,} stuck ranks, written, read and judged: {seconds_of_a_round(RANKS):.1f} s"
-    return [replace(rows[0], notes=[*rows[0].notes, str(load_of_the_store(RANKS)), meeting])]
+    reports = f"the reports of {RANKS:,} stuck ranks, written, read and judged: {seconds_of_a_round(RANKS):.1f} s"
+    return [replace(rows[0], notes=[*rows[0].notes, str(load_of_the_store(RANKS)), reports])]
 
 
 def on_every_rank(rounds: int) -> list[Comparison]:
