@@ -116,8 +116,8 @@ def load(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    action, folder, report = sys.argv[1:]
+    action, folder, file = sys.argv[1:]
     report = {"save": save, "load": load}[action](folder)
-    with open(report, "w", encoding="utf-8") as stream:
+    with open(file, "w", encoding="utf-8") as stream:
         json.dump(report, stream, indent=1)
         stream.write("\n")
