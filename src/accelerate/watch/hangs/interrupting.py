@@ -118,7 +118,7 @@ class Interrupter:
             sys.excepthook(StuckError, error, trace)
         with suppress(Exception):  # the launcher's record of how this rank ended
             worker: Any = sys.modules["__accelerate_worker__"]
-            worker.record(error, read(worker.ERROR_FILE))
+            worker.write_record(error, read(worker.ERROR_FILE))
         threading.settrace(None)  # see [Note: traced threads]
         exit_hooks = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
         exit_hooks.start()
