@@ -180,12 +180,12 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="no links here")
 def test_the_folder_that_a_link_names_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
-    from accelerate.checkpoint.checkpointer import _place
+    from accelerate.checkpoint.checkpointer import _locate
 
     (tmp_path / "large").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large" / "ckpt")
     for contents in ("old", "new"):
-        store, name = _place(str(tmp_path / "link"))
+        store, name = _locate(str(tmp_path / "link"))
         assert isinstance(store, LocalStore)
         commit(store, name, contents)
     assert names(tmp_path) == ["large", "link"]

@@ -187,14 +187,14 @@ def test_a_template_is_filled_and_trains() -> None:
 @ranks(2)
 def test_what_was_auto_is_printed_with_its_origin() -> None:
     from accelerate.parallel.base import Bundle
-    from accelerate.parallel.deepspeed.filling import completed
+    from accelerate.parallel.deepspeed.filling import complete_config
 
     Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
     plugin = DeepSpeedPlugin(hf_ds_config={**TEMPLATE, "fp16": {"enabled": False}, "bf16": {"enabled": False}})
     net = model()
     optimizer = DummyOptim(net.parameters(), lr=1e-2)
     bundle = Bundle(batch_sizes=[4, 8], accumulation_steps=2)
-    claims = completed(plugin, bundle, 2, net, optimizer, DummyScheduler(optimizer, 16, 4))
+    claims = complete_config(plugin, bundle, 2, net, optimizer, DummyScheduler(optimizer, 16, 4))
     said = claims.explain().splitlines()
     assert "train_micro_batch_size_per_gpu = 4  (the data loader, the smallest)" in said
     assert "train_batch_size = 16  (4 samples x 2 micro-batches x 2 ranks)" in said

@@ -127,7 +127,7 @@ def test_a_slow_rank_is_named_within_50_steps_with_its_phase_and_when_it_is_over
     assert len(lines) < STEPS / FEWEST_STEPS, "some windows share a line"
     run = watched_run([tmp_path])
     run.update()
-    picture = Ranks(run, 120, 30).text(coloured=False, farewell=True)
+    picture = Ranks(run, 120, 30).text(coloured=False, final=True)
     assert f"→    {SLOW_RANK}  ddd" in picture
     assert slow_forward[:40] in picture
     assert len(read_runs([tmp_path])) == 1, "ranks.jsonl is no run of its own"
