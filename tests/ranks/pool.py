@@ -27,7 +27,7 @@ from .worker import Job, Outcome
 REPOSITORY = Path(__file__).parents[2]
 SECONDS_TO_FOLLOW_A_FAILURE = 5.0
 MOST_THREADS = 64
-"""A process group that something still refers to keeps gloo's threads, which wake up a hundred times a second."""
+"""A process group that something still refers to keeps gloo's threads, which wake up also when they are idle."""
 
 
 class RankFailure(AssertionError):
