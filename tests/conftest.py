@@ -5,12 +5,37 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from accelerate.config import environment
 from tests.ranks import close_pools
 from tests.ranks.worker import forget_everything
+from tests.sizes import PROFILE
+
+TESTS = Path(__file__).parent
+LONGEST_FIRST = [
+    TESTS / path
+    for path in (
+        "tracking/test_adapters.py",
+        "parallel/pipeline/test_strategy.py",
+        "examples/test_examples.py",
+        "launch/notebook/test_launcher.py",
+        "parallel/deepspeed/test_strategy.py",
+        "parallel/deepspeed/test_checkpoints.py",
+        "differential/test_differential.py",
+        "seeds/test_seed_documents.py",
+        "docs/test_commands.py",
+        "parallel/mesh/test_sharded.py",
+        "parallel/test_compilation.py",
+        "clusters/test_slurm.py",
+        "launch/machines/test_machines.py",
+        "watch/hangs/test_faults.py",
+        "data/test_properties.py",
+    )
+]
+"""A file stays on one test process, which shares its worlds. Long files begin, so that none is left for the end."""
 
 OUT_OF_TIME = ["from pytest-timeout", "did not end within", "not finished after", "TimeoutExpired"]
 
@@ -23,7 +48,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for the night, begin with long files, and allow a test that runs out of time another try."""
+    left_out = [item for item in items if PROFILE == "gate" and item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=left_out)
+    order = {path: number for number, path in enumerate(LONGEST_FIRST)}
+    chosen = [item for item in items if item not in set(left_out)]
+    items[:] = sorted(chosen, key=lambda item: order.get(item.path, len(order)))
+    _allow_another_try(items)
+
+
+def _allow_another_try(items: list[pytest.Item]) -> None:
     """Start a test again, once, where it ran out of time; the closing lines name it.
 
     Time limits are many times what a test takes. On a machine that other guests take the processors from they still

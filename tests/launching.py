@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def _finish(process: subprocess.Popen[str], name: str, time_limit: float) -> tup
     try:
         return process.communicate(timeout=time_limit)
     except subprocess.TimeoutExpired:
-        left = end_tree(process.pid)
+        left = end_tree(process.pid) + end_holders(process.stdout, process.stderr)
         printed, complaints = process.communicate()
         pytest.fail(f"{name} did not end within {time_limit:.0f} s.\n{left}\n{printed[-4000:]}\n{complaints[-4000:]}")
 
@@ -74,11 +75,24 @@ def end_tree(pid: int) -> str:
     """End a process and all that it started, in whatever session, and return who was still there."""
     root = psutil.Process(pid)
     left = []
-    for one in [root, *root.children(recursive=True)]:
+    for one in [root, *root.children(recursive=True)]:  # a launcher that has ended is a zombie without children
         with suppress(psutil.NoSuchProcess):  # it ended this moment
             left.append(f"{one.pid} of {one.ppid()} {one.status()} {one.cmdline()}")
             one.kill()
     return "still there:\n" + "\n".join(left)
+
+
+def end_holders(*pipes: IO[str] | None) -> str:
+    """End the processes that keep pipes open which we read, because their end is awaited; return who they were."""
+    wanted = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in pipes if pipe is not None}
+    held = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it ended this moment
+            folder = Path(f"/proc/{process.pid}/fd")
+            if process.pid != os.getpid() and wanted & {os.readlink(link) for link in folder.iterdir()}:
+                held.append(f"{process.pid} of {process.ppid()} {process.status()} {process.cmdline()}")
+                process.kill()
+    return "\nits output was kept open by:\n" + "\n".join(held)
 
 
 COMMAND = Path(sys.executable).with_name("accelerate")

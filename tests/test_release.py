@@ -87,7 +87,9 @@ def test_the_quick_tour_from_the_wheel_in_an_empty_environment(released: dict[st
     run(sys.executable, "-m", "venv", "empty")
     programs = tmp_path / "empty" / "bin"
     constraints = ("--constraint", REPOSITORY / ".ci" / "constraints.txt") if (REPOSITORY / ".ci").exists() else ()
-    run(programs / "python", "-m", "pip", "install", "--quiet", *constraints, wheel, time_limit=400)
+    with_uv = (shutil.which("uv"), "pip", "install", "--python", programs / "python")
+    with_pip = (programs / "python", "-m", "pip", "install")
+    run(*(with_uv if shutil.which("uv") else with_pip), "--quiet", *constraints, wheel, time_limit=400)
     assert "empty" in run(programs / "python", "-c", "import accelerate; print(accelerate.__file__)")
 
     tour = (REPOSITORY / "docs" / "quick_tour.md").read_text()

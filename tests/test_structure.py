@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST_FIRST
+
 SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
 FOLDERS = [path for path in (SOURCE, *SOURCE.rglob("*")) if (path / "__init__.py").is_file()]
 PUBLISHED_PATHS = SOURCE / "utils"  # one module per published path
@@ -60,3 +62,7 @@ def branches_at(node: ast.AST) -> int:
     if isinstance(node, ast.comprehension):
         return 1 + len(node.ifs)
     return int(isinstance(node, BRANCHES))
+
+
+def test_the_files_that_begin_exist() -> None:
+    assert [path for path in LONGEST_FIRST if not path.exists()] == []

@@ -36,8 +36,11 @@ from typing import Any, NamedTuple, TextIO
 
 PRELOADED = (
     "torch",
+    "torch._dynamo",
     "torch.distributed.run",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.data",
@@ -229,8 +232,9 @@ def main() -> None:
     """Import what programs need, and become every program that is asked for."""
     global _base_path, _may_start_zygotes
     _may_start_zygotes = False
+    del sys.path[0]  # this folder, whose modules must not stand for others of the same name
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    _base_path = [folder for folder in sys.path[1:] if folder not in given]
+    _base_path = [folder for folder in sys.path if folder not in given]
     for name in PRELOADED:
         with suppress(ImportError):
             import_module(name)

@@ -15,9 +15,9 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import skip_first_batches
 from tests.data.worlds import Data, Step, steps_of
 from tests.ranks import run_on_ranks
+from tests.sizes import sized
 
-# CI runs a bounded number of examples; ACCELERATE_TEST_EXAMPLES=20000 runs more by hand.
-EXAMPLES = int(os.environ.get("ACCELERATE_TEST_EXAMPLES", "300"))
+EXAMPLES = sized(gate=100, nightly=20_000)
 BOUNDED = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ
 )

@@ -32,7 +32,7 @@ def main() -> None:
     world, folder, *names = sys.argv[1:]
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(1)
-    meeting = Meeting(WORLDS[world], rank)
+    rendezvous = Rendezvous(WORLDS[world], rank)
     before = dict(os.environ)
     scripts = [script for script in all_scripts() if world in script.worlds and (not names or script.name in names)]
     with Path(folder, f"observed-{rank}.jsonl").open("w", encoding="utf-8") as output:
@@ -40,8 +40,8 @@ def main() -> None:
             place = Path(folder, script.name)
             place.mkdir(parents=True, exist_ok=True)
             os.chdir(place)
-            if meeting.size > 1:
-                os.environ["MASTER_PORT"] = meeting.port(f"port/{attempt}")
+            if rendezvous.size > 1:
+                os.environ["MASTER_PORT"] = rendezvous.port(f"port/{attempt}")
             start = time.perf_counter()
             record = run(script, seed=1000 + rank)
             forget_everything()
@@ -49,7 +49,7 @@ def main() -> None:
             os.environ.update(before)
             record["seconds"] = time.perf_counter() - start
             print(json.dumps(record), file=output, flush=True)
-            meeting.wait(str(attempt))
+            rendezvous.wait(str(attempt))
 
 
 def run(script: Script, seed: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def forget_everything() -> None:
         dist.destroy_process_group()
 
 
-class Meeting:
+class Rendezvous:
     """Where ranks wait for each other between scripts, outside any process group."""
 
     def __init__(self, size: int, rank: int) -> None:

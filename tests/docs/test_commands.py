@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import run_to_success
+from tests.sizes import sized
 
 from .pages import PAGES, Block, blocks_of, name_of, pages_with
 from .workshop import furnish
@@ -23,6 +24,9 @@ LAUNCHES = [
     if block.why_not is not None
     for found in re.finditer(r"accelerate launch ((?:[^\n|;#\\]|\\\n)+)", block.code)
 ]
+
+EXAMPLE = re.compile(r" examples/\w+\.py$")
+"""`tests/examples` starts each of them, the same way."""
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -39,11 +43,14 @@ def _environment(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("page", pages_with("bash"), ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     furnish(tmp_path)
-    ran_before = {
-        launch for earlier in PAGES[: PAGES.index(page)] for block in _runnable(earlier) for launch in _launches(block)
-    }
+    ran_before = {launch for earlier in PAGES[: PAGES.index(page)] for launch in _launches_of(earlier)}
+    ran_before |= sized(gate={launch for launch in _launches_of(page) if EXAMPLE.search(launch)}, nightly=set())
     for block in _runnable(page):
         _run(block, tmp_path, without=ran_before)
+
+
+def _launches_of(page: Path) -> set[str]:
+    return {launch for block in _runnable(page) for launch in _launches(block)}
 
 
 def _runnable(page: Path) -> list[Block]:

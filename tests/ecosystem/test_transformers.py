@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sizes import at_night, on_one_and_two
+
 from .libraries import REPOSITORY, folder, needs_libraries, run_scenario, run_with_torchrun
 
 pytestmark = [needs_libraries]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_one_and_two
 def test_trainer_trains_evaluates_predicts_saves_and_resumes(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("trainer", "plain", world_size=world_size, directory=tmp_path)
     assert found["wrapped"] == ("BertForSequenceClassification" if world_size == 1 else "DistributedDataParallel")
@@ -42,7 +44,7 @@ def test_trainer_shards_with_fsdp(tmp_path: Path) -> None:
     assert found["saved_off_by"] < 1e-6
 
 
-@pytest.mark.parametrize(("world_size", "tolerance"), [(1, 0.0), (2, 1e-6)])
+@pytest.mark.parametrize(("world_size", "tolerance"), [at_night(1, 0.0), (2, 1e-6)])
 def test_trainer_ends_and_evaluates_as_with_accelerate_1_15(world_size: int, tolerance: float, tmp_path: Path) -> None:
     ended, evaluated = {}, []
     for name, path in {"ours": {}, "reference": {"PYTHONPATH": folder("reference")}}.items():
@@ -58,7 +60,7 @@ def test_trainer_ends_and_evaluates_as_with_accelerate_1_15(world_size: int, tol
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6), "also where the last batch is not full"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_one_and_two
 def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("device_maps", world_size=world_size, directory=tmp_path)
     assert len(found["placed"]) == world_size
@@ -73,7 +75,7 @@ def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size:
     assert max(lora["off_by"].values()) < 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [at_night(2), 4])
 def test_models_train_by_their_own_plans_of_tensor_parallelism(world_size: int, tmp_path: Path) -> None:
     architectures = ["Qwen3", "Gemma3", "Qwen3Moe", "DeepseekV3"] if world_size == 2 else ["Qwen3", "Gemma3"]
     found = run_scenario("tensor_parallel", *architectures, world_size=world_size, directory=tmp_path)

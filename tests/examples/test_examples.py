@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 
 from tests.launching import environment, run_accelerate, run_script, start_accelerate
 from tests.ranks import run_on_ranks
+from tests.sizes import at_night, on_one_and_two
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
 
 
 def run_example(name: str, *options: str, world_size: int, directory: Path) -> str:
@@ -76,9 +76,9 @@ def test_minimal_loop_adds_five_lines() -> None:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, []),
+        at_night(1, []),
         (2, []),
-        (1, ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2"]),
+        at_night(1, ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2"]),
         (2, ["--mixed_precision", "bf16", "--batch_size", "16", "--gradient_accumulation_steps", "2"]),
     ],
 )
@@ -178,7 +178,7 @@ def test_gan(world_size: int, tmp_path: Path) -> None:
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "end"), [(1, "SIGKILL"), (2, "SIGKILL"), (1, "SIGTERM")])
+@pytest.mark.parametrize(("world_size", "end"), [at_night(1, "SIGKILL"), (2, "SIGKILL"), (1, "SIGTERM")])
 def test_resume(world_size: int, end: str, tmp_path: Path) -> None:
     """End a run in the middle, start it again, and compare with one that nobody ended."""
     launch = ("launch", "--cpu", "--num_processes", world_size)

@@ -175,14 +175,14 @@ def _note_rank(folder: str) -> None:
 
 
 def test_a_function_is_told_its_rank(tmp_path: Path) -> None:
-    meeting = {"world_size": 2, "master_addr": "127.0.0.1", "master_port": get_free_port(), "omp_num_threads": 1}
-    with patch_environment(**meeting):
+    rendezvous = {"world_size": 2, "master_addr": "127.0.0.1", "master_port": get_free_port(), "omp_num_threads": 1}
+    with patch_environment(**rendezvous):
         launched = PrepareForLaunch(_note_rank, distributed_type="MULTI_CPU")
         multiprocessing.start_processes(launched, args=(str(tmp_path),), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
     assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["3.0", "3.0"]
 
 
-# --- weights that are away --------------------------------------------------------------------------------------------
+# --- offloaded weights ----------------------------------------------------------------------------------------------
 
 
 def offloaded(folder: Path) -> nn.Module:

@@ -377,6 +377,7 @@ print(sorted({"torch._dynamo", "torchao"} & set(sys.modules)))
     assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
 
 
+@pytest.mark.nightly
 def test_regions_compile_in_a_third_of_the_time_to_the_same_outputs() -> None:
     """Bounded: the quick backend, which compiles and captures everything but writes no machine code."""
     from benchmarks.compile import measured

@@ -13,10 +13,12 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.ranks import RankFailure, run_on_ranks
+from tests.sizes import sized
 
 from .small_transformer import TP_PLAN, loader, loss_of, model
 
 GLOBAL_BATCH = 8
+STEPS = sized(gate=3, nightly=20)
 
 
 def _mesh(**sizes: int) -> Callable[[], dict[str, Any]]:
@@ -49,7 +51,7 @@ WAYS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
 def run(
     way: str,
     *,
-    steps: int = 20,
+    steps: int = STEPS,
     load_from: str | None = None,
     save_to: str | None = None,
     clip: float | None = None,

@@ -26,8 +26,8 @@ from .worker import Job, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS_TO_FOLLOW_A_FAILURE = 5.0
-MOST_THREADS = 64
-"""A process group that something still refers to keeps gloo's threads, which wake up also when they are idle."""
+MOST_THREADS = 128
+"""torch's DTensor caches keep a mesh, and so its groups: each has a thread of gloo that wakes up 100 times a second."""
 
 
 class RankFailure(AssertionError):

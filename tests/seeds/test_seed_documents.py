@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.launching import run_script
+from tests.sizes import on_one_and_two
 
 from . import stage
 from .documents import DIRECTORY, python_blocks, statements
@@ -27,7 +28,6 @@ needs_torchvision = pytest.mark.skipif(
 pytestmark = [
     pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the documents are not here: set SEED_DOCUMENTS"),
 ]
-on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
 
 Perform = Callable[..., tuple[str, list[dict[str, Any]]]]
 

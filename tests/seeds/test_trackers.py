@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import environment, run_accelerate
+from tests.sizes import at_night
 from tests.tracking.stores import offline
 from tests.tracking.stores.reading import swanlab
 
@@ -48,7 +49,7 @@ def whole_program() -> str:
     return str(blocks[-1])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [at_night(1), at_night(2)])
 def test_000_trains_and_swanlab_has_every_loss_in_order(processes: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(whole_program(), encoding="utf-8")
     (tmp_path / "stage.py").write_text(STAGE)

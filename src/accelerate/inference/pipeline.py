@@ -33,7 +33,7 @@ def prepare_pippy(
     from ..parallel.pipeline.cutting import partition_model, stage_starts
     from ..parallel.pipeline.schedules import Pipeline
     from ..parallel.pipeline.stages import StageView, prune_to_stages
-    from ..parallel.pipeline.surveying import MetaModel, partition_by_use
+    from ..parallel.pipeline.tracing import MetaModel, partition_by_use
 
     class Inference(Pipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,14 +19,14 @@ import pytest
 
 from tests import warm
 from tests.ranks.pool import REPOSITORY
+from tests.sizes import sized
 
 from . import sweep
 from .sweep import NEW, OLD, Attempt, Call, Sweep
 
-WANTED = os.environ.get("ACCELERATE_TEST_KILLS", "")
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks, strace and /proc are Linux's"),
-    pytest.mark.timeout(3600 if WANTED else 1200),
+    pytest.mark.timeout(sized(gate=1200, nightly=36_000)),
 ]
 
 
@@ -88,8 +88,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def assert_survives(bench: Bench, folder: Path, *, sample: int, at_least: float = 0.6, **options: Any) -> list[Attempt]:
-    points = sample if not WANTED else None if WANTED == "all" else int(WANTED)
-    whole, attempts = bench.attempts(Sweep(folder=str(folder), points=points, **options))
+    whole, attempts = bench.attempts(Sweep(folder=str(folder), points=sized(gate=sample, nightly=None), **options))
     assert (whole.killed, whole.loaded, whole.problem) == (False, NEW, None)
     problems = [f"{attempt.call}: {attempt.problem}" for attempt in attempts if attempt.problem is not None]
     assert problems == []
@@ -142,11 +141,11 @@ def test_whoever_finds_the_remains_may_die_too(explicit: bool, bench: Bench, tmp
     assert_survives(bench, tmp_path / "first", sample=16, by="python", explicit=explicit, keep_remains=str(kinds))
     found = sorted(kinds.iterdir())
     assert len(found) >= 4, "the first sweep left several kinds of remains"
-    chosen = found if WANTED else [path for path in found if path.name.count(",")][:2]
+    chosen = sized(gate=[path for path in found if path.name.count(",")][:1], nightly=found)
     for number, kind in enumerate(chosen):
         options: dict[str, Any] = {"by": "python", "explicit": explicit, "resumes": True, "begin_with": str(kind)}
         folder = str(tmp_path / f"then-{number}")
-        whole, attempts = bench.attempts(Sweep(folder=folder, points=None if WANTED else 6, **options))
+        whole, attempts = bench.attempts(Sweep(folder=folder, points=sized(gate=6, nightly=None), **options))
         for attempt in (whole, *attempts):
             assert attempt.problem is None, f"{kind.name}, {attempt.call}: {attempt.problem}"
             assert attempt.loaded in (OLD, NEW)

@@ -131,5 +131,5 @@ def test_the_page_shows_the_ranks_too(tmp_path: Path, run: Path) -> None:
         "phases": [["data", 0], ["forward", 1], ["backward", 2]],
         "rows": [[0, 30, 20, 30], [1, 60, 20, 0], [2, 30, 20, 30], [3, 30, 20, 30]],
         "slow": [1, "data"],
-        "told": [20, TOLD],
+        "message": [20, TOLD],
     }

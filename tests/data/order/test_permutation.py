@@ -14,6 +14,7 @@ import pytest
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data.order.permutation import Permutation
 from accelerate.data_loader import HugeRandomSampler
+from tests.sizes import at_night
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 8, 9, 100, 1000, 4097, 65537])
@@ -57,7 +58,7 @@ def test_a_million_million_samples_need_no_time_and_no_memory() -> None:
     assert len(set(sample)) == len(sample)
 
 
-@pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.parametrize("n", [3, 4, at_night(5)])
 def test_all_small_permutations_are_equally_likely(n: int) -> None:
     trials = 60 * math.factorial(n)
     seen = Counter(tuple(Permutation(n, seed)) for seed in range(trials))

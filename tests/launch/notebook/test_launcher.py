@@ -375,8 +375,8 @@ def test_the_error_begins_with_what_the_watcher_knows(
         with pytest.raises(WorkerFailedError) as caught:
             notebook_launcher(function, num_processes=2)
     assert str(caught.value).startswith(told)
-    assert caught.value.told is not None
-    assert caught.value.told.startswith(told)
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis.startswith(told)
     assert f"in {function.__name__}" in caught.value.details
 
 

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from tests.launching import COMMAND, start_accelerate
+from tests.sizes import sized
 from tests.warm import COLD
 
-MOMENTS = int(os.environ.get("ACCELERATE_TEST_MOMENTS", "4"))
+MOMENTS = sized(gate=3, nightly=200)
 
 # Ranks that compute together, read data in workers and have a program of their own running.
 TRAINING = """
@@ -158,7 +159,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: str, tmp_path: Path)
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_ctrl_c_at_any_moment_leaves_nobody(moment: int, tmp_path: Path) -> None:
-    """ACCELERATE_TEST_MOMENTS=20 tries twenty."""
     delay = (moment + random.random()) * 8 / MOMENTS
     run = Run(tmp_path, TRAINING, COVERAGE_PROCESS_CONFIG="")  # whose start swallows any exception
     time.sleep(delay)

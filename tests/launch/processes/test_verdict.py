@@ -210,7 +210,7 @@ DIAGNOSIS = (
 def test_what_the_watcher_found_out_about_a_lost_peer_comes_first() -> None:
     diagnosed = ending(5, 1, GLOO, when=2.0)
     assert diagnosed.record is not None
-    diagnosed.record["told"] = DIAGNOSIS
+    diagnosed.record["diagnosis"] = DIAGNOSIS
     verdict = judge([ending(3, 1, GLOO, when=1.0), diagnosed], out_of_memory=False)
     drawn = panel(verdict, machine_rank=0, num_machines=2, logs=None).splitlines()
     assert drawn[2].startswith(" rank 4 has left: its script has ended, and rank 5 waits for it in gather()")

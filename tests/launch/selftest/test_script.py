@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_ends_the_test(tmp_path: Path) -> None:
 
         checks.CHECKS["gather"] = hanging
         selftest.TIME_LIMIT = datetime.timedelta(seconds=3)
-        selftest._PATIENCE = datetime.timedelta(seconds=4)
+        selftest._STORE_TIMEOUT = datetime.timedelta(seconds=4)
     """
     start = time.monotonic()
     ran = run_with(fault, tmp_path)

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from tests.ranks import RankFailure, ranks, run_on_ranks
+from tests.sizes import at_night
 
 from ..small_transformer import loader, loss_of, model
 from .engines import config, needs_fp16, run
@@ -23,7 +24,7 @@ from .engines import config, needs_fp16, run
 pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [at_night(0), at_night(1), 2, 3])
 def test_a_resumed_run_goes_on(stage: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stage": stage, "accumulation": 2, "scheduled": True}
     whole = run_on_ranks(2, run, steps=12, save_to=str(tmp_path / "saved"), save_at=6, **options)[0]
@@ -33,7 +34,7 @@ def test_a_resumed_run_goes_on(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [at_night(1), 2, 3])
 def test_a_run_goes_on_on_another_number_of_ranks(stage: int, there: int, tmp_path: Path) -> None:
     here = 3 - there
     whole = run_on_ranks(there, run, stage=stage, steps=12, save_to=str(tmp_path / "saved"), save_at=6)[0]
@@ -107,7 +108,7 @@ def _kill_this_process_in_a_save(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL")
-@pytest.mark.parametrize(("stage", "victim"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("stage", "victim"), [(2, 0), at_night(3, 1)])
 def test_a_kill_in_the_middle_of_a_save_leaves_a_committed_checkpoint(stage: int, victim: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         run_on_ranks(2, _save_until_killed, folder=str(tmp_path), stage=stage, victim=victim)

@@ -17,7 +17,7 @@ from accelerate.parallel.pipeline.cutting import (
     stage_starts,
 )
 from accelerate.parallel.pipeline.stages import StageView, prune_to_stages
-from accelerate.parallel.pipeline.surveying import MetaModel, Survey, partition_by_use
+from accelerate.parallel.pipeline.tracing import MetaModel, Trace, partition_by_use
 
 from ..small_transformer import LENGTH, VOCABULARY, model
 
@@ -25,22 +25,22 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY
 
 
-def survey_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Partition, Survey]:
+def trace_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Partition, Trace]:
     partition = partition_model(net, starts)
-    return partition, MetaModel(net, partition, CPU).survey(args, kwargs)
+    return partition, MetaModel(net, partition, CPU).trace(args, kwargs)
 
 
 def through_the_stages(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> Any:
     """Run one stage after the other in this process, each with its own part of the model."""
-    partition, survey = survey_of(net, starts, *args, **kwargs)
-    require_use_in_own_stage(partition, survey.uses)
+    partition, trace = trace_of(net, starts, *args, **kwargs)
+    require_use_in_own_stage(partition, trace.uses)
     meta_model = MetaModel(net, partition, CPU)
     views = [StageView(net, partition, meta_model, index) for index in range(partition.num_stages)]
     received: Any = ()
     for view in views:
         view.register_entry_hook()
-        view.input_boundary = survey.boundaries[view.index - 1] if view.index else view.input_boundary
-        view.output_boundary = survey.boundaries[view.index] if not view.is_last else view.output_boundary
+        view.input_boundary = trace.boundaries[view.index - 1] if view.index else view.input_boundary
+        view.output_boundary = trace.boundaries[view.index] if not view.is_last else view.output_boundary
         received = view.module(received, args, kwargs)
     return views[-1].output
 
@@ -100,9 +100,9 @@ def test_a_schedule_that_cannot_run_is_refused_with_numbers_that_would() -> None
 
 def test_every_parameter_goes_to_the_stage_that_takes_it() -> None:
     net = model(layers=4)
-    partition, survey = survey_of(net, ["blocks.1", "blocks.3"], TOKENS)
-    require_use_in_own_stage(partition, survey.uses)
-    assert survey.uses.keys() == dict(net.named_parameters()).keys()
+    partition, trace = trace_of(net, ["blocks.1", "blocks.3"], TOKENS)
+    require_use_in_own_stage(partition, trace.uses)
+    assert trace.uses.keys() == dict(net.named_parameters()).keys()
     assert partition.stage_of("tokens.weight") == 0
     assert partition.stage_of("blocks.1.up.bias") == 1
     assert partition.stage_of("head.weight") == 2
@@ -200,9 +200,9 @@ def test_a_parameter_used_in_two_stages_is_refused() -> None:
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net.__class__ = Reuses
-    partition, survey = survey_of(net, ["1"], torch.ones(2, 4))
+    partition, trace = trace_of(net, ["1"], torch.ones(2, 4))
     with pytest.raises(CannotCutError, match=r"0\.weight .*stage 1.*example_inputs"):
-        require_use_in_own_stage(partition, survey.uses)
+        require_use_in_own_stage(partition, trace.uses)
 
 
 def test_a_value_that_goes_around_a_cut_is_refused() -> None:
@@ -214,7 +214,7 @@ def test_a_value_that_goes_around_a_cut_is_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net.__class__ = Skips
     with pytest.raises(CannotCutError, match=r"made in stage 0 and used in stage 1.*around the cut at 1"):
-        survey_of(net, ["1"], torch.ones(2, 4))
+        trace_of(net, ["1"], torch.ones(2, 4))
 
 
 def test_an_output_of_an_earlier_stage_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_an_output_of_an_earlier_stage_is_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net.__class__ = Tells
     with pytest.raises(CannotCutError, match=r"returns a tensor .* that stage 0 makes"):
-        survey_of(net, ["1"], torch.ones(2, 4))
+        trace_of(net, ["1"], torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_an_output_of_an_earlier_stage_is_refused() -> None:
 )
 def test_a_cut_that_the_forward_pass_does_not_take_is_refused(starts: list[str], said: str) -> None:
     with pytest.raises(CannotCutError, match=said):
-        survey_of(model(layers=4), starts, TOKENS)
+        trace_of(model(layers=4), starts, TOKENS)
 
 
 def test_a_forward_pass_that_looks_at_values_is_refused() -> None:
@@ -247,7 +247,7 @@ def test_a_forward_pass_that_looks_at_values_is_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net.__class__ = Looks
     with pytest.raises(CannotCutError, match="could not be followed"):
-        survey_of(net, ["1"], torch.ones(2, 4))
+        trace_of(net, ["1"], torch.ones(2, 4))
 
 
 class HeadFirst(nn.Module):
@@ -268,7 +268,7 @@ class HeadFirst(nn.Module):
 
 def test_an_example_gives_parameters_by_use() -> None:
     net = HeadFirst()
-    partition, survey = survey_of(net, ["blocks.1"], torch.ones(2, 4))
+    partition, trace = trace_of(net, ["blocks.1"], torch.ones(2, 4))
     with pytest.raises(CannotCutError, match=r"head\.weight was given to stage 0.*takes it in stage 1.*example_inputs"):
-        require_use_in_own_stage(partition, survey.uses)
+        require_use_in_own_stage(partition, trace.uses)
     assert partition_by_use(net, ["blocks.1"], (torch.ones(2, 4),), {}).stage_of("head.weight") == 1

@@ -22,6 +22,7 @@ from accelerate.parallel.modules.dtensors import whole
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.ranks import ranks, run_on_ranks
+from tests.sizes import sized
 
 from ..small_transformer import LENGTH, TP_PLAN, VOCABULARY, loader, loss_of, model
 from .pipelined_models import (
@@ -38,6 +39,7 @@ from .pipelined_models import (
 from .test_cutting import HeadFirst, Layered
 
 GLOBAL_BATCH = 8
+STEPS = sized(gate=4, nightly=20)
 
 
 def pipeline(schedule: str = "1f1b", microbatches: int | None = 4, **sizes: Any) -> ParallelismConfig:
@@ -69,7 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def train(
     way: str,
     *,
-    steps: int = 20,
+    steps: int = STEPS,
     clip: float | None = None,
     accumulation: int = 1,
     load_from: str | None = None,
@@ -108,7 +110,7 @@ def test_forward_backward_on_one_process_is_the_plain_loop() -> None:
     net = model(layers=4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses = []
-    for _, (inputs, targets) in zip(range(20), loader(GLOBAL_BATCH), strict=False):
+    for _, (inputs, targets) in zip(range(STEPS), loader(GLOBAL_BATCH), strict=False):
         loss = loss_of(net(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -240,9 +242,9 @@ def whole_state_of(way: str, folder: str) -> None:
 )
 def test_training_goes_on_from_a_checkpoint_on_another_mesh(saving: str, loading: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    run_on_ranks(WAYS[saving][0], train, way=saving, steps=10, save_to=folder)
-    for losses in run_on_ranks(WAYS[loading][0], train, way=loading, steps=10, load_from=folder):
-        assert losses == pytest.approx(alone("plain")[10:], abs=1e-5)
+    run_on_ranks(WAYS[saving][0], train, way=saving, steps=STEPS // 2, save_to=folder)
+    for losses in run_on_ranks(WAYS[loading][0], train, way=loading, steps=STEPS // 2, load_from=folder):
+        assert losses == pytest.approx(alone("plain")[STEPS // 2 :], abs=1e-5)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ...config.launch.parser import explicit_options, verb_parser
 from .building import FLAGS, launch_by_file, launch_by_flags, launch_problems
 from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags
-from .telling import exit_on_errors, print_error
+from .errors import exit_on_errors, print_error
 
 _DESCRIPTION = (
     "Answer questions and write the answers to the file that `accelerate launch` reads. With flags, nothing is "

@@ -12,7 +12,7 @@ from ...config.launch.options import BY_NAME, spellings
 from ...config.launch.parser import add_options, explicit_options
 from .building import FLAGS, config_from_options, launch_by_file, launch_problems
 from .config_args import default_json_config_file
-from .telling import exit_on_errors, print_error
+from .errors import exit_on_errors, print_error
 
 _DESCRIPTION = "Write a configuration file without questions, from the hardware of this machine and the given flags."
 

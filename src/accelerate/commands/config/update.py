@@ -8,7 +8,7 @@ from typing import Any
 from ...config.launch.files import default_config_path, load_mapping, read_config, write_config
 from ...config.launch.options import spellings
 from .config_args import config_class_of, config_of, keys_of, remarks_on
-from .telling import exit_on_errors, print_error
+from .errors import exit_on_errors, print_error
 
 _DESCRIPTION = "Rewrite an old file with the current keys. Existing values stay; missing keys get their defaults."
 

@@ -9,16 +9,16 @@ class WorkerFailedError(ChildFailedError, RuntimeError):
     """Report the worker whose failure ended the launch.
 
     `rank` says which, `reason` is its exception's type and message, `details` its traceback from the launched function
-    on. `told` is what the watcher knows of a rank that waited in vain or lost its peer; else it is None. What torch saw
-    of the workers is in `failures`, as with any `ChildFailedError`.
+    on. `diagnosis` is what the watcher knows of a rank that waited in vain or lost its peer, or None. What torch
+    saw of the workers is in `failures`, as with any `ChildFailedError`.
     """
 
-    def __init__(self, rank: int, reason: str, details: str = "", *, told: str | None = None) -> None:
+    def __init__(self, rank: int, reason: str, details: str = "", *, diagnosis: str | None = None) -> None:
         self.rank = rank
         self.reason = reason
         self.details = details
-        self.told = told
-        text = (told or f"Rank {rank} failed with {reason}") + (f"\n\n{details}" if details else "")
+        self.diagnosis = diagnosis
+        text = (diagnosis or f"Rank {rank} failed with {reason}") + (f"\n\n{details}" if details else "")
         RuntimeError.__init__(self, text)
         self.name = "launched function"
         seen = ProcessFailure(local_rank=rank, pid=-1, exitcode=1, error_file="")

@@ -142,7 +142,7 @@ class Task:
         if first.record is None:
             return None
         return WorkerFailedError(
-            first.rank, first.record["text"], failures[first.rank]["details"], told=first.diagnosis
+            first.rank, first.record["text"], failures[first.rank]["details"], diagnosis=first.diagnosis
         )
 
 

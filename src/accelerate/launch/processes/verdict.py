@@ -63,7 +63,7 @@ class Ending:
             return None
         if self.record["type"] == "StuckError":
             return re.sub(r"^[\w.]+: (Rank \d+: )?", "", self.record["text"])
-        return self.record.get("told")
+        return self.record.get("diagnosis")
 
     @property
     def is_collateral(self) -> bool:

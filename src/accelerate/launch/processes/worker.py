@@ -26,7 +26,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_PID = "ACCELERATE_LAUNCHER_PID"
 DEBUG_RANK = "ACCELERATE_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
-DIAGNOSIS = "__accelerate_told__"
+DIAGNOSIS = "__accelerate_diagnosis__"
 """Attribute of an exception: the watcher's diagnosis of a lost peer."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
@@ -152,7 +152,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "text": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "cause": _root_cause(error),
-        "told": getattr(error, DIAGNOSIS, None),
+        "diagnosis": getattr(error, DIAGNOSIS, None),
         "frames": user_frames(error),
         "time": time.time(),
     }

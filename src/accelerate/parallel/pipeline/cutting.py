@@ -1,7 +1,7 @@
 """Partition a model into pipeline stages: where it is cut, and which stage owns which module.
 
 [Note: cutting] A model is cut at module names, and every stage runs the model's *own* forward pass. Modules of other
-stages are placeholders that only know shapes (`surveying.py`). What the previous stage sends replaces the arguments of
+stages are placeholders that only know shapes (`tracing.py`). What the previous stage sends replaces the arguments of
 the stage's first block, and the pass ends where the next stage starts (`stages.py`). torch's tracer
 (`torch.distributed.pipelining.pipeline`) was tried first and rejected. It cuts a recorded graph, which fixes the
 example's sequence length and training mode: dropout silently stays on in evaluation. It also needs an example before

@@ -19,11 +19,11 @@ from ..modules.dtensors import whole
 from ..modules.means import divisors_of, is_sum
 from .cutting import CannotCutError, Partition, require_use_in_own_stage
 from .stages import StageView
-from .surveying import MetaModel, StageBoundary, Survey
+from .tracing import MetaModel, StageBoundary, Trace
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-_MAX_PLANS, _MAX_SURVEYS = 8, 256
-"""A plan holds receive buffers and is cheap to make; a survey holds little and costs a forward pass."""
+_MAX_PLANS, _MAX_TRACES = 8, 256
+"""A plan holds receive buffers and is cheap to make; a trace holds little and costs a forward pass."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -52,7 +52,7 @@ class Pipeline:
         self.names = list(meta_model.model.state_dict())
         """The names in the full state dict, in its order."""
         self._plans: dict[Any, _Plan] = {}
-        self._surveys: dict[Any, Survey] = {}
+        self._traces: dict[Any, Trace] = {}
         self._compares_means = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,22 +160,22 @@ class Pipeline:
         key = (training, len(calls), form)
         if key not in self._plans:
             _evict_oldest(self._plans, _MAX_PLANS)
-            self._plans[key] = _Plan(self, self._survey(form, calls[0]), len(calls), training)
+            self._plans[key] = _Plan(self, self._trace(form, calls[0]), len(calls), training)
         return self._plans[key]
 
-    def _survey(self, form: Any, call: Call) -> Survey:
-        if form not in self._surveys:
-            _evict_oldest(self._surveys, _MAX_SURVEYS)
-            survey = self._meta_model.survey(*call, training=self.views[0].module.training)
-            require_use_in_own_stage(self._partition, survey.uses)
-            if survey.changes and len(self.views) > 1:
+    def _trace(self, form: Any, call: Call) -> Trace:
+        if form not in self._traces:
+            _evict_oldest(self._traces, _MAX_TRACES)
+            trace = self._meta_model.trace(*call, training=self.views[0].module.training)
+            require_use_in_own_stage(self._partition, trace.uses)
+            if trace.changes and len(self.views) > 1:
                 raise CannotCutError(
-                    f"The forward pass changes {', '.join(survey.changes)}, and a process with {len(self.views)} "
+                    f"The forward pass changes {', '.join(trace.changes)}, and a process with {len(self.views)} "
                     "stages would change it as many times. Use a schedule with one stage on every process: "
                     'PipelineConfig(schedule="1f1b").'
                 )
-            self._surveys[form] = survey
-        return self._surveys[form]
+            self._traces[form] = trace
+        return self._traces[form]
 
     def broadcast_from_last(self, outputs: Any) -> Any:
         """Broadcast the outputs of the last rank to every rank of the pipeline."""
@@ -196,12 +196,12 @@ class Pipeline:
 class _Plan:
     """torch's stages and schedule for micro-batches of one shape."""
 
-    def __init__(self, pipeline: Pipeline, survey: Survey, parts: int, training: bool) -> None:
+    def __init__(self, pipeline: Pipeline, trace: Trace, parts: int, training: bool) -> None:
         self.finish: Callable[[int, Any], Any] | None = None
         self.stages = [
             _Stage(
                 view,
-                survey,
+                trace,
                 group=pipeline.group,
                 device=pipeline.device,
                 finish=None if training else self._finish,
@@ -243,7 +243,7 @@ class _Stage(PipelineStage):
     def __init__(
         self,
         view: StageView,
-        survey: Survey,
+        trace: Trace,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -253,12 +253,12 @@ class _Stage(PipelineStage):
         self.calls: list[Call] = []
         self.reduces = True
         self._finish = finish
-        self.input_boundary = survey.boundaries[view.index - 1] if view.index else StageBoundary()
-        self.output_boundary = StageBoundary() if view.is_last else survey.boundaries[view.index]
+        self.input_boundary = trace.boundaries[view.index - 1] if view.index else StageBoundary()
+        self.output_boundary = StageBoundary() if view.is_last else trace.boundaries[view.index]
         super().__init__(
             view.module,
             view.index,
-            len(survey.boundaries) + 1,
+            len(trace.boundaries) + 1,
             device,
             input_args=self.input_boundary.examples(),
             output_args=self.output_boundary.examples(),

@@ -17,7 +17,7 @@ from ...runtime.collectives.nested import tensors_of
 from ...runtime.modules import owner_of
 from ..modules.placeholder import Placeholder
 from .cutting import CannotCutError, Partition
-from .surveying import MetaModel, StageBoundary
+from .tracing import MetaModel, StageBoundary
 
 
 class StageExit(Placeholder):

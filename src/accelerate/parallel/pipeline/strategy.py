@@ -28,7 +28,7 @@ from ..modules.wrapping import units_of
 from .cutting import Partition, parameters_of_other_stages, partition_model, stage_starts
 from .schedules import Pipeline, pipeline_of
 from .stages import StageView, prune_to_stages
-from .surveying import MetaModel, partition_by_use
+from .tracing import MetaModel, partition_by_use
 
 logger = logging.getLogger(__name__)
 

@@ -186,7 +186,7 @@ class Watcher:
         explanation = f"Rank {self.rank}: {verdict.text}"
         print(explanation, file=sys.stderr, flush=True)
         error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for later printing
-        error.__accelerate_told__ = verdict.text  # for the launcher's record
+        error.__accelerate_diagnosis__ = verdict.text  # for the launcher's record
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
         """Replace `sys.exit`, to record the line at which the script exits."""

@@ -132,7 +132,7 @@ def _ranks(run: Run) -> dict[str, Any] | None:
         "phases": [[window.phases[index], index] for index in window.used],
         "rows": [[rank, *(window.ranks[rank][index] for index in window.used)] for rank in sorted(window.ranks)],
         "slow": [window.straggler.get("rank"), window.straggler.get("phase")] if window.straggler else None,
-        "told": None if slow is None or slow.straggler is None else [slow.step, str(slow.straggler.get("text", ""))],
+        "message": None if slow is None or slow.straggler is None else [slow.step, str(slow.straggler.get("text", ""))],
     }
 
 

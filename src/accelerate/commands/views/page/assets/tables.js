@@ -110,7 +110,7 @@ function oneRanksTable(view, ranks, run) {
   const head = element("tr", {}, element("th", {}, "Rank"), element("th", {}, `${view.runs[run].name}, step ${ranks.step}, ${ranks.of} ranks`), element("th", { class: "number" }, "ms per step"),
     ...ranks.phases.map(([name, place]) => element("th", { class: "number" }, part(place, { class: "key" }), name)));
   const table = element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
-  return ranks.told ? element("div", {}, table, element("p", { class: "muted" }, `Step ${ranks.told[0]}: ${ranks.told[1]}`)) : table;
+  return ranks.message ? element("div", {}, table, element("p", { class: "muted" }, `Step ${ranks.message[0]}: ${ranks.message[1]}`)) : table;
 }
 
 function configTable(view) {

@@ -2,9 +2,9 @@
 
 [Note: stage boundaries] A stage runs the code in front of its own blocks itself, on the model's inputs and without
 weights, so masks and positions are computed locally. It receives the rest, only as arguments of its first block: what
-depends on parameters, and what was drawn at random, because another process would draw other numbers. The survey names
-these arguments. It traces one micro-batch and is used for all of the same shape. So it may depend on shapes only, and
-each stage checks that its own call has the arguments that the survey names.
+depends on parameters, and what was drawn at random, because another process would draw other numbers. The trace names
+these arguments. It is made of one micro-batch and used for all of the same shape. So it may depend on shapes only, and
+each stage checks that its own call has the arguments that the trace names.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StageBoundary:
 
 
 @dataclass
-class Survey:
+class Trace:
     """The result of tracing one forward pass."""
 
     boundaries: list[StageBoundary]
@@ -115,7 +115,7 @@ class MetaModel:
             fake(name, param)
         for name, buffer in model.named_buffers():
             if partition.stage_of(name) is None:
-                # Every stage has it, such as a mask or rotary frequencies. Copy it, because the survey may change it.
+                # Every stage has it, such as a mask or rotary frequencies. Copy it, because the trace may change it.
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
             else:
                 fake(name, buffer)
@@ -127,7 +127,7 @@ class MetaModel:
                 f"be copied: {error}."
             ) from error
 
-    def survey(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Survey:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Trace:
         """Trace the forward pass once; raise `CannotCutError` if the model cannot be cut here."""
         self.model.train(training)
         args, kwargs = recursively_apply(torch.clone, (args, kwargs))  # a forward pass may write into its inputs
@@ -152,13 +152,13 @@ class MetaModel:
             for hook in hooks:
                 hook.remove()
         tracer.finish(outputs)
-        return Survey(tracer.boundaries, tracer.uses, tracer.state.changes)
+        return Trace(tracer.boundaries, tracer.uses, tracer.state.changes)
 
 
 def partition_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
     """Assign every part of a model to the stage that uses it in a call with these arguments."""
     provisional = partition_model(model, starts, check_ties=False)
-    uses = MetaModel(model, provisional, torch.device("cpu")).survey(*send_to_device((args, kwargs), "cpu")).uses
+    uses = MetaModel(model, provisional, torch.device("cpu")).trace(*send_to_device((args, kwargs), "cpu")).uses
     return partition_model(model, starts, uses)
 
 

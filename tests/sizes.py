@@ -1,0 +1,28 @@
+"""How much the tests do: bounded in the gate, in full size at night (`ACCELERATE_TEST_PROFILE=nightly`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import pytest
+
+Size = TypeVar("Size")
+
+PROFILE = os.environ.get("ACCELERATE_TEST_PROFILE", "gate")
+if PROFILE not in ("gate", "nightly"):
+    raise ValueError(f"ACCELERATE_TEST_PROFILE={PROFILE}: expected gate or nightly")
+
+
+def sized(*, gate: Size, nightly: Size) -> Size:
+    """Return the size of a test in this profile."""
+    return nightly if PROFILE == "nightly" else gate
+
+
+def at_night(*values: Any) -> Any:
+    """Return values of a parametrized test that the gate leaves out: other values prove the same in it."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+on_one_and_two = pytest.mark.parametrize("world_size", [at_night(1), 2])
+"""On two processes; at night also on one."""
