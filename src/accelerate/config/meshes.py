@@ -66,9 +66,29 @@ def world_group_options() -> Iterator[None]:
 
 
 def clear_mesh_caches() -> None:
-    """Clear torch's caches for meshes whose groups are closed: a new mesh of the same shape compares equal."""
-    with suppress(ImportError, AttributeError):  # private caches, which other versions of torch may not have
-        from torch.distributed.tensor import _redistribute, debug
+    """Clear torch's caches for meshes whose groups are closed.
 
-        _redistribute._gen_transform_infos.cache_clear()
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    A new mesh of the same shape compares equal. A cached mesh keeps its groups, and gloo's threads with them.
+    """
+    for clear in (_clear_transforms, _clear_planners, _clear_topologies):
+        with suppress(ImportError, AttributeError):  # private caches, which other versions of torch may not have
+            clear()
+
+
+def _clear_transforms() -> None:
+    from torch.distributed.tensor import _redistribute, debug
+
+    _redistribute._gen_transform_infos.cache_clear()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def _clear_planners() -> None:
+    from torch.distributed.tensor import _redistribute
+
+    _redistribute.clear_redistribute_planner_cache()
+
+
+def _clear_topologies() -> None:
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    MeshTopoInfo.build_from_mesh.cache_clear()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 from tests.launching import run_script
-from tests.ranks import run_on_ranks
+from tests.parallel import ways
+from tests.ranks import new_pool, run_on_ranks
+from tests.ranks.worker import forget_everything
 
 SCRIPT = """
 import atexit, os
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -84,6 +88,7 @@ def test_a_data_worker_does_not_free_the_group_of_an_earlier_training() -> None:
 
 GROUP_OF_THE_SCRIPT = """
 import gc, os
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # while a group is open, its default arguments would keep it
@@ -110,3 +115,17 @@ def test_nor_does_it_free_a_group_that_the_script_opened_itself(tmp_path: Path) 
     (tmp_path / "train.py").write_text(GROUP_OF_THE_SCRIPT)
     printed = run_script(tmp_path / "train.py", world_size=2, directory=tmp_path)
     assert printed.count("2 batches, True") == 2
+
+
+def train_on_a_mesh_and_end() -> int:
+    ways.run("fsdp2xtp2", steps=1)
+    forget_everything()
+    gc.collect()
+    return psutil.Process().num_threads()
+
+
+def test_a_closed_mesh_keeps_no_groups_with_threads_that_wake_up() -> None:
+    pool = new_pool()
+    threads = pool.run(4, train_on_a_mesh_and_end, {})
+    pool.close()
+    assert max(threads) < 12, "each of the mesh's many groups would keep three"
