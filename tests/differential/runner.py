@@ -13,7 +13,6 @@ import datetime
 import json
 import os
 import random
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from tests.ranks.pool import free_port
 
 from .registry import WORLDS, Observer, Script, all_scripts, published_type
 
@@ -105,8 +106,7 @@ class Rendezvous:
     def port(self, name: str) -> str:
         """Return a free port that rank 0 chose."""
         if self.rank == 0:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                self.store.set(name, str(server.getsockname()[1]))
+            self.store.set(name, str(free_port()))
         return str(self.store.get(name).decode())
 
 

@@ -21,13 +21,7 @@ from accelerate.errors import RuntimeConflictError
 from accelerate.runtime.group.runtime import Runtime
 from accelerate.runtime.process import ProcessInfo
 from tests.ranks import ranks, run_on_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.ranks.pool import free_port
 
 
 def sum_of_ranks() -> int:
