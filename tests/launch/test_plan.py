@@ -11,6 +11,8 @@ from accelerate.config.launch.settings import LaunchSettings
 from accelerate.launch import plan as planning
 from accelerate.launch.machines.cluster import Cluster
 from accelerate.launch.plan import Plan, make_plan
+from accelerate.launch.processes.run import _export_flags
+from tests.recorded_machines import on_machine
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def test_multi_gpu_without_a_gpu_says_so_and_runs() -> None:
 
 def test_accelerators_decide_the_number_and_limit_it_pretended_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "count_accelerators", lambda: 2)
-    monkeypatch.setattr(planning, "_visible_devices_variable", lambda: ("CUDA_VISIBLE_DEVICES",))
+    monkeypatch.setattr(planning, "_visible_devices_variable", lambda: "CUDA_VISIBLE_DEVICES")
     assert plan().num_processes == 2
     assert plan(gpu_ids="1").variables["CUDA_VISIBLE_DEVICES"] == "1"
     with pytest.raises(ValueError, match="there are 2"):
@@ -113,9 +115,44 @@ def test_mpirun_knows_its_own_hosts() -> None:
     assert (made.method, made.num_processes) == ("mpirun", 4)
 
 
+def test_the_name_of_an_interface_is_not_exported_to_other_machines() -> None:
+    """By mpirun go the variables of the plan, by srun the whole environment; other machines have other interfaces."""
+    by_mpirun = plan(mpirun_hostfile="hosts", num_machines=2, num_processes=4)
+    assert "GLOO_SOCKET_IFNAME" not in by_mpirun.variables
+    assert "GLOO_SOCKET_IFNAME" not in _export_flags(by_mpirun)
+    head = Cluster(name="Slurm", is_head=True, num_machines=2, hosts="n[1-2]")
+    assert "GLOO_SOCKET_IFNAME" not in plan(head, main_process_ip="127.0.0.1").variables
+
+
 def test_a_batch_script_on_several_machines_goes_through_srun() -> None:
     made = plan(Cluster(name="Slurm", is_head=True, num_machines=2, hosts="n[1-2]"))
     assert (made.method, made.num_machines) == ("srun", 2)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"NCCL_P2P_DISABLE": "0"}, {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"}])
+def test_what_nccl_was_told_by_the_user_is_kept_of_recorded_machines(
+    chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "count_accelerators", lambda: 2)
+    with on_machine("rtx_4090_old_driver"):
+        for name, value in chosen.items():
+            monkeypatch.setenv(name, value)
+        made = plan()
+        names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in chosen]
+        assert {name: made.variables.get(name) for name in names} == dict.fromkeys(names, "1")
+        assert not chosen.keys() & made.variables.keys()
+        assert ["are set to 1" in note for note in made.notes] == [True] * bool(names)
+        assert not plan(cpu=True).notes
+
+
+def test_the_head_of_a_job_leaves_nccl_to_the_launchers_of_recorded_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "count_accelerators", lambda: 2)
+    with on_machine("rtx_4090_old_driver"):
+        head = plan(Cluster(name="Slurm", is_head=True, num_machines=2, hosts="n[1-2]"))
+        assert "NCCL_P2P_DISABLE" not in head.variables
+        ranks = [plan(Cluster(name="OpenMPI", is_rank=True, machine_rank=rank, num_processes=2)) for rank in (0, 1)]
+    assert [len(made.notes) for made in ranks] == [1, 0], "said once, and not by every rank"
+    assert [made.variables["NCCL_P2P_DISABLE"] for made in ranks] == ["1", "1"]
 
 
 def test_the_children_are_told_where_each_setting_came_from() -> None:

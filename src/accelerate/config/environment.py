@@ -253,6 +253,30 @@ OPENMPI_OWN_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
 
 
+# Kind of accelerator -> the variables that restrict which devices a process sees. The first is the one that we set.
+VISIBLE_DEVICES: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "mlu": ("MLU_VISIBLE_DEVICES",),
+    "musa": ("MUSA_VISIBLE_DEVICES",),
+    "sdaa": ("SDAA_VISIBLE_DEVICES",),
+    "hpu": ("HABANA_VISIBLE_MODULES",),
+    "neuron": ("NEURON_RT_VISIBLE_CORES",),
+}
+SLURM_GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"
+SLURM_CPU_BIND_TYPE = "SLURM_CPU_BIND_TYPE"
+# The GPUs of a job on this node, as the driver numbers them. CUDA_VISIBLE_DEVICES may number those of the job only.
+SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+
+
+def read_visible_devices(kind: str) -> list[str] | None:
+    """Return the devices that this process is restricted to, as the variable names them; None without a restriction."""
+    values = (os.environ.get(name) for name in VISIBLE_DEVICES.get(kind, ()))
+    value = next((value for value in values if value is not None), None)
+    return None if value is None else [word.strip() for word in value.split(",") if word.strip()]
+
+
 def read(name: str) -> str | None:
     """Return one variable, or None."""
     return os.environ.get(name)

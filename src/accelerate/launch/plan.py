@@ -11,16 +11,12 @@ from pathlib import Path
 from ..config import environment
 from ..config.launch.settings import FLAG, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
+from ..runtime.devices import nvidia
 from .devices import count_accelerators, count_cores
 from .machines.cluster import TASKS_PER_MACHINE, Cluster
 
 DEFAULT_MASTER_PORT = 29500
 """The published default port of the rendezvous of several machines."""
-
-_VISIBLE_DEVICES = (
-    *("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
-    *("MUSA_VISIBLE_DEVICES", "SDAA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "NEURON_RT_VISIBLE_CORES"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +72,9 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     variables |= _device_variables(settings, accelerators)
-    if machines > 1:
-        variables |= _network_variables(address, origins)
+    variables |= _network_variables(method, machines, address, origins)
     variables |= _head_variables(cluster)
+    variables |= _nccl_variables(method, accelerators, cluster, origins, notes)
     variables[ORIGINS_VARIABLE] = json.dumps(
         {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
     )
@@ -116,19 +112,39 @@ def _threads(settings: LaunchSettings, processes_here: int, method: str, origins
 def _device_variables(settings: LaunchSettings, accelerators: int) -> dict[str, str]:
     if settings.gpu_ids in (None, "all"):
         return {}
-    return dict.fromkeys(
-        _VISIBLE_DEVICES[:1] if accelerators == 0 else _visible_devices_variable(), str(settings.gpu_ids)
-    )
+    variable = _visible_devices_variable() if accelerators else environment.VISIBLE_DEVICES["cuda"][0]
+    return {variable: str(settings.gpu_ids)}
 
 
-def _network_variables(address: str, origins: dict[str, str]) -> dict[str, str]:
+def _network_variables(method: str, machines: int, address: str, origins: dict[str, str]) -> dict[str, str]:
     from .machines.network import interface_towards
 
+    if method != "elastic" or machines == 1:  # srun and mpirun would export the name to machines that have others
+        return {}
     interface = None if environment.read("GLOO_SOCKET_IFNAME") else interface_towards(address)
     if not interface:
         return {}
     origins["GLOO_SOCKET_IFNAME"] = f"the interface that leads to {address}"
     return {"GLOO_SOCKET_IFNAME": interface}
+
+
+def _nccl_variables(
+    method: str, accelerators: int, cluster: Cluster | None, origins: dict[str, str], notes: list[str]
+) -> dict[str, str]:
+    """Return the variables that keep NCCL from direct access between GPUs which the driver wrongly reports."""
+    if method == "srun" or not accelerators:  # the launcher on each machine knows which driver it has
+        return {}
+    fault = nvidia.p2p_fault()
+    names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if environment.read(name) is None]
+    if fault is None or not names:
+        return {}
+    origins.update(dict.fromkeys(names, fault))
+    if cluster is None or not cluster.is_rank or cluster.machine_rank == 0:
+        notes.append(
+            f"{fault}: this driver wrongly reports direct access between the GPUs, so {' and '.join(names)} are set to "
+            "1. With driver 550 or newer they are not needed; set them yourself to choose otherwise."
+        )
+    return dict.fromkeys(names, "1")
 
 
 def _head_variables(cluster: Cluster | None) -> dict[str, str]:
@@ -293,13 +309,11 @@ def _is_explicit(settings: LaunchSettings, name: str) -> bool:
     return settings.origin(name).startswith((FLAG, "environment"))
 
 
-def _visible_devices_variable() -> tuple[str, ...]:
+def _visible_devices_variable() -> str:
     """Return the name of the variable that restricts the visible devices of this kind of accelerator."""
-    import torch
+    from ..runtime.devices.device import accelerator_type
 
-    kind = torch.accelerator.current_accelerator()
-    names = dict(zip(("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron"), _VISIBLE_DEVICES, strict=True))
-    return (names.get(kind.type if kind is not None else "cuda", "CUDA_VISIBLE_DEVICES"),)
+    return environment.VISIBLE_DEVICES.get(accelerator_type() or "cuda", environment.VISIBLE_DEVICES["cuda"])[0]
 
 
 def free_port() -> int:

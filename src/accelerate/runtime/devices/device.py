@@ -6,14 +6,20 @@ each function here checks availability first.
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...config import environment
 from ...config.enums import DistributedType
+from ...config.packages import has_package
+from ...errors.callers import warn
+from . import machine, nvidia
 
 CPU = torch.device("cpu")
 
@@ -28,14 +34,36 @@ _DISTRIBUTED_TYPES = {
     "sdaa": DistributedType.MULTI_SDAA,
     "xpu": DistributedType.MULTI_XPU,
 }
+_PCI_VENDORS = {"cuda": nvidia.PCI_VENDOR, "hpu": "0x1da3", "mlu": "0xcabc", "npu": "0x19e5", "xpu": "0x8086"}
+_AMD = "0x1002"
+
+# [Note: a device for each process]
+# Local rank r takes device r. Slurm (--gpus-per-task) and many wrapper scripts restrict each process to devices of its
+# own instead, and then every process numbers them from 0. A local rank beyond the visible devices can therefore mean
+# two things: it has devices of its own, or more processes than devices were started. It has its own if Slurm started it
+# and says so, or if it sees one device and a variable restricts it to that one; then it takes device 0. (A variable
+# that is the same for all processes makes them share a device, which NCCL refuses at the first collective.) Otherwise
+# it is an error.
 
 
 def accelerator_type() -> str | None:
     """Return the kind of accelerator that this machine has, or None."""
+    _import_gaudi()
     if not torch.accelerator.is_available():
         return None
     current = torch.accelerator.current_accelerator()
     return current.type if current is not None else None
+
+
+@functools.cache
+def _import_gaudi() -> None:
+    """Import the package that adds Gaudi to torch, where both are here.
+
+    torch imports the packages of other devices itself, by their entry points (`torch.backends`).
+    """
+    is_there = not hasattr(torch, "hpu") and machine.has_device_files("accel/accel[0-9]*", "accel[0-9]*", "hl[0-9]*")
+    if is_there and has_package("habana_frameworks.torch"):
+        importlib.import_module("habana_frameworks.torch")
 
 
 def has_accelerator(kind: str) -> bool:
@@ -43,13 +71,35 @@ def has_accelerator(kind: str) -> bool:
     return accelerator_type() == kind
 
 
+def count() -> int:
+    """Return the number of accelerators that this process sees."""
+    return 0 if accelerator_type() is None else torch.accelerator.device_count()
+
+
+def names() -> list[str]:
+    """Return the names of the accelerators that this process sees; the kind where torch has no name for them (MPS)."""
+    kind = accelerator_type()
+    if kind is None:
+        return []
+    name_of = getattr(getattr(torch, kind), "get_device_name", None)
+    return [kind if name_of is None else str(name_of(index)) for index in range(count())]
+
+
+def pci_vendor() -> str | None:
+    """Return the PCI vendor of this machine's accelerators; None where they are on no PCI bus, or not known."""
+    kind = accelerator_type()
+    return _AMD if kind == "cuda" and torch.version.hip is not None else _PCI_VENDORS.get(kind or "")
+
+
 def default_device() -> torch.device:
     """Return the accelerator where there is one, else the CPU."""
     return torch.device(accelerator_type() or "cpu")
 
 
-def device_for(*, local_rank: int, world_size: int, cpu: bool, requested: str | None) -> torch.device:
-    """Choose the device of a process: one accelerator each, by local rank.
+def device_for(
+    *, local_rank: int, world_size: int, cpu: bool, requested: str | None, launcher: str | None = None
+) -> torch.device:
+    """Choose the device of a process: one accelerator each, by local rank. See [Note: a device for each process].
 
     A single process gets the device without an index, as published ("cuda", not "cuda:0").
     """
@@ -60,13 +110,26 @@ def device_for(*, local_rank: int, world_size: int, cpu: bool, requested: str | 
         return CPU
     if world_size == 1:
         return torch.device(kind)
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise RuntimeError(
-            f"Local rank {local_rank} on host {socket.gethostname()} has no device: {count} {kind} device(s) are "
-            f"visible and each process needs its own. Start at most {count} processes on this host, or pass cpu=True."
-        )
-    return torch.device(kind, local_rank)
+    visible = torch.accelerator.device_count()
+    if local_rank < visible:
+        return torch.device(kind, local_rank)
+    if _has_own_devices(kind, visible, launcher):
+        return torch.device(kind, 0)
+    variable = environment.VISIBLE_DEVICES.get(kind, ("the variable of visible devices",))[0]
+    raise RuntimeError(
+        f"Local rank {local_rank} on host {socket.gethostname()} has no device: {visible} {kind} device(s) are "
+        f"visible and each process needs its own. Start at most {visible} processes on this host, or pass cpu=True. Or, "
+        "if each process was meant to have a device of its own, let each of them see that one only: set "
+        f"{variable}, as Slurm does with --gpus-per-task=1."
+    )
+
+
+def _has_own_devices(kind: str, visible: int, launcher: str | None) -> bool:
+    """Return whether the devices that this process sees are for no other process of its host."""
+    if launcher == "Slurm" and environment.read(environment.SLURM_GPUS_PER_TASK):
+        return visible > 0
+    restricted_to = environment.read_visible_devices(kind)
+    return visible == 1 and restricted_to is not None and len(restricted_to) == 1
 
 
 def activate(device: torch.device) -> None:
@@ -98,10 +161,21 @@ def collective_backend(device: torch.device, requested: str | None) -> str:
     if device.type == "cpu":
         return "gloo" if requested in (None, "nccl") else str(requested)
     if requested is None or (requested == "nccl" and device.type != "cuda"):
-        requested = dist.get_default_backend_for_device(device)
+        requested = _default_backend(device)
     if ":" in requested:
         return requested
     return f"cpu:gloo,{device.type}:{requested}"
+
+
+def _default_backend(device: torch.device) -> str:
+    is_xccl_available = getattr(dist, "is_xccl_available", bool)  # bool() is False: an older torch
+    if device.type == "xpu" and not is_xccl_available():
+        warn(
+            "This torch was built without xccl, so the process group of the XPUs uses gloo, which carries tensors on "
+            "the CPU only: training on several XPUs needs a torch with xccl (torch's builds for XPU on Linux have it)."
+        )
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
 
 
 def ddp_device_ids(device: torch.device) -> list[torch.device] | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 from dataclasses import dataclass
 
-import torch
 from packaging.version import Version
 
 from ...errors.callers import warn
 from ..process import ProcessInfo
 from . import device as devices
+from . import nvidia
 
 _SAFE_KERNEL = "5.5.0"
 
@@ -41,31 +40,21 @@ def get_current_device_type() -> tuple[str, str]:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Return the names of this machine's accelerators, and their number."""
-    if not torch.accelerator.is_available():
-        return [], 0
-    module, count = devices.device_module(devices.default_device()), torch.accelerator.device_count()
-    return [str(module.get_device_name(index)) for index in range(count)], count
+    names = devices.names()
+    return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver, from nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise RuntimeError(f"The driver's version is asked for by nvidia-smi, which failed: {error}.") from error
-    return answer.strip().splitlines()[0]
+    """Return the version of NVIDIA's driver."""
+    return nvidia.driver_version()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether NVIDIA's GPUs here reach each other directly; True where there are not two of them.
+    """Return whether the driver can be trusted about direct access between NVIDIA's GPUs, also where there are none.
 
-    The answer is the driver's.
+    CUDA is not initialised. `accelerate launch` sets NCCL_P2P_DISABLE and NCCL_IB_DISABLE where the answer is False.
     """
-    if not devices.has_accelerator("cuda"):
-        return True
-    others = range(1, torch.cuda.device_count())
-    return all(torch.cuda.can_device_access_peer(0, other) for other in others)
+    return nvidia.p2p_fault() is None
 
 
 def check_cuda_fp8_capability() -> bool:

@@ -68,13 +68,19 @@ class Runtime:
         self.process = _process_info()
         self.num_savers = self.process.world_size - 1  # the other ranks that took part in the last checkpoint
         if read_setting("cpu_affinity"):
-            set_numa_affinity(self.process.local_rank, self.debug, local_processes=self.process.local_world_size)
+            set_numa_affinity(
+                self.process.local_rank,
+                self.debug,
+                local_processes=self.process.local_world_size,
+                near_devices=not self.cpu,
+            )
         self.init_handler = init_handler or InitProcessGroupKwargs()
         self.device = devices.device_for(
             local_rank=self.process.local_rank,
             world_size=self.process.world_size,
             cpu=self.cpu,
             requested=read_setting("device"),
+            launcher=self.process.launcher,
         )
         devices.activate(self.device)
         self.num_processes = self.process.world_size

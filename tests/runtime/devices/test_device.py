@@ -1,0 +1,98 @@
+"""Which device a process takes, and which backend, on recorded machines and with stand-ins for packages of devices."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate.runtime.devices import device
+from tests.recorded_machines import on_machine
+
+
+def chosen(local_rank: int, launcher: str | None = "torchrun") -> str:
+    return str(device.device_for(local_rank=local_rank, world_size=8, cpu=False, requested=None, launcher=launcher))
+
+
+def test_a_process_with_one_device_of_its_own_takes_it_of_recorded_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_machine("workstation_one_gpu"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        assert [chosen(rank) for rank in range(4)] == ["cuda:0"] * 4
+
+
+def test_without_a_variable_both_causes_are_named_of_recorded_machines() -> None:
+    with on_machine("workstation_one_gpu"), pytest.raises(RuntimeError) as refusal:
+        chosen(3)
+    message = str(refusal.value)
+    assert "Local rank 3 on host" in message
+    assert "Start at most 1 processes on this host, or pass cpu=True" in message
+    assert "set CUDA_VISIBLE_DEVICES, as Slurm does with --gpus-per-task=1" in message
+
+
+def test_a_variable_with_several_devices_gives_no_process_its_own_of_recorded_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_machine("rtx_4090_old_driver"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        assert [chosen(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+        with pytest.raises(RuntimeError, match=r"Local rank 2 .*2 cuda device\(s\) are visible"):
+            chosen(2)
+
+
+def test_the_variable_of_another_kind_of_device_does_not_count_of_recorded_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_machine("intel_arc"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with pytest.raises(RuntimeError, match="set ZE_AFFINITY_MASK, as"):
+            chosen(1)
+        monkeypatch.setenv("ZE_AFFINITY_MASK", "1")
+        assert chosen(1) == "xpu:0"
+
+
+def test_tasks_of_slurm_with_several_gpus_each_take_one_of_their_own_of_recorded_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_machine("rtx_4090_old_driver"):
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", "2")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        assert [chosen(rank, "Slurm") for rank in (0, 2, 3)] == ["cuda:0"] * 3
+        with pytest.raises(RuntimeError, match="Local rank 2"):
+            chosen(2, "torchrun")  # inside of one task: its processes share the two
+
+
+def test_gaudi_is_there_once_its_package_is_imported_by_a_stand_in() -> None:
+    with on_machine("gaudi2"):
+        assert "habana_frameworks.torch" not in sys.modules
+        assert device.accelerator_type() == "hpu"
+        assert "habana_frameworks.torch" in sys.modules
+
+
+def test_the_package_of_gaudi_is_left_alone_on_other_machines_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_machine("hgx_h100"):
+        monkeypatch.setattr(device, "has_package", lambda name: True)  # an image with everything, without the device
+        assert device.accelerator_type() == "cuda"
+        assert "habana_frameworks" not in sys.modules
+
+
+def test_xpus_without_xccl_use_gloo_and_say_so_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu = torch.device("xpu", 0)
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert device.collective_backend(xpu, "nccl") == "cpu:gloo,xpu:xccl"
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False, raising=False)
+    with pytest.warns(UserWarning, match="built without xccl, so the process group of the XPUs uses gloo"):
+        assert device.collective_backend(xpu, None) == "cpu:gloo,xpu:gloo"
+    monkeypatch.delattr(dist, "is_xccl_available")
+    with pytest.warns(UserWarning, match="built without xccl"):
+        assert device.collective_backend(xpu, None) == "cpu:gloo,xpu:gloo"
+    assert device.collective_backend(xpu, "ccl") == "cpu:gloo,xpu:ccl", "a choice is a choice"
+
+
+def test_a_device_without_a_name_has_that_of_its_kind_of_recorded_machines() -> None:
+    with on_machine("mac_m_series"):
+        assert device.names() == ["mps"]
