@@ -22,9 +22,13 @@ _LOST_PEER_ERRORS = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
     r"|nccl communicator was aborted|watchdog caught collective operation timeout|unhandled system error"
-    r"|aborted by.*another|closed the connection|timed out waiting .* (recv|send)|gloo.*timed? ?out",
+    r"|ncclsystemerror|ncclremoteerror|aborted by.*another|closed the connection"
+    r"|timed out waiting .* (recv|send)|gloo.*timed? ?out",
     re.IGNORECASE,
 )
+# What NCCL reports under the same names where the machine of the rank itself is at fault.
+_OWN_NCCL_ERRORS = re.compile(r"shared memory segment|no space left|no socket interface found", re.IGNORECASE)
+_DEAD_RANK = re.compile(r"\b(is dead|has left|has failed)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,20 @@ class Ending:
     @property
     def lost_a_peer(self) -> bool:
         """Whether its exception is a symptom of a lost peer."""
-        return self.record is not None and _LOST_PEER_ERRORS.search(self.record["text"]) is not None
+        if self.record is None or _OWN_NCCL_ERRORS.search(self.record["text"]):
+            return False
+        return _LOST_PEER_ERRORS.search(self.record["text"]) is not None
+
+    @property
+    def aborted_in_background(self) -> bool:
+        """Whether a thread without Python aborted the process, as NCCL's watchdog does when it gives up waiting."""
+        is_abort = self.signal_name == "SIGABRT" and self.record is None
+        return is_abort and re.search(r"^Current thread 0x", self.crash, re.MULTILINE) is None
+
+    @property
+    def explains_aborts(self) -> bool:
+        """Whether ranks that waited for this one may have been aborted: by its exception, or in a deadlock of ranks."""
+        return self.record is not None and not _DEAD_RANK.search(self.diagnosis or "")
 
     @property
     def diagnosis(self) -> str | None:
@@ -161,6 +178,8 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
 def _own_failures(failed: Sequence[Ending]) -> list[Ending]:
     """Return the failures that are not collateral, in order of time."""
     own = [ending for ending in failed if not ending.is_collateral]
+    if any(ending.explains_aborts for ending in own):
+        own = [ending for ending in own if not ending.aborted_in_background]
     if own and own[0].diagnosis is None:  # the ranks with a diagnosis waited for one that had failed before
         own = [ending for ending in own if ending.diagnosis is None]
     return own
@@ -328,10 +347,17 @@ def _relative(file: str) -> str:
 
 
 def _collateral_text(endings: Sequence[Ending]) -> str:
-    how: dict[str, list[int]] = {"lost the connection to it": [], "waited for it": [], "ended by the launcher": []}
+    how: dict[str, list[int]] = {
+        "lost the connection to it": [],
+        "waited for it": [],
+        "aborted while waiting for it": [],
+        "ended by the launcher": [],
+    }
     for ending in endings:
         if ending.lost_a_peer:
             how["lost the connection to it"].append(ending.rank)
+        elif ending.aborted_in_background and not ending.ended_by_launcher:
+            how["aborted while waiting for it"].append(ending.rank)
         elif ending.diagnosis is not None:
             how["waited for it"].append(ending.rank)
         else:
@@ -384,7 +410,9 @@ _REMEDY_FOR_SIGNALS = {
         "batch system or a person; the kernel's own counter shows no out-of-memory kill here",
         "SIGSEGV": "the last frames above: a compiled extension crashed there; reinstall it for this torch version, "
         "and set num_workers=0 to tell whether it happens in a data worker",
-        "SIGABRT": "the lines above the panel: a native library gave up and printed why",
+        "SIGABRT": "the lines above the panel: a native library gave up and printed why. NCCL's watchdog does after "
+        "`collective operation timeout`: some rank did not come to that collective; look for one that was still busy, "
+        "or took another branch",
         "SIGBUS": "more shared memory (/dev/shm; docker run --shm-size), or fewer data workers",
         "SIGFPE": "the last frames above: a native integer division by zero",
         "SIGILL": "a build of the package for this processor: an instruction is unknown to it",
@@ -406,6 +434,29 @@ _REMEDIES = (
     (r"ImportError", "the versions of the packages named above; `pip check` finds broken ones"),
     (r"SyntaxError", "`python -m py_compile` on that file"),
     (r"out of memory|MemoryError|can't allocate memory", "a smaller batch with gradient accumulation, or bf16"),
+    (
+        r"Duplicate GPU detected",
+        "one process per device: fewer processes, or a different device in each process's CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"shared memory segment",
+        "more shared memory (/dev/shm; docker run --shm-size or --ipc=host), which NCCL uses between GPUs",
+    ),
+    (
+        r"ncclUnhandledCudaError|unhandled cuda error",
+        "the CUDA error in the last line of the message, and NCCL_DEBUG=INFO for the call: often a driver too old for "
+        "this torch, or a GPU in a failed state (nvidia-smi, dmesg | grep Xid)",
+    ),
+    (
+        r"ncclSystemError|ncclRemoteError|no socket interface found",
+        "the network between the machines: NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO shows which peer "
+        "cannot be reached",
+    ),
+    (
+        r"Watchdog caught collective operation timeout",
+        "which rank did not come to that collective: one that was still busy, or took another branch; "
+        "InitProcessGroupKwargs(timeout=...) allows more time",
+    ),
     (
         r"DataLoader worker .*(killed|exited unexpectedly)",
         "more shared memory (/dev/shm; docker run --shm-size) or memory, fewer data workers, num_workers=0 to see the "

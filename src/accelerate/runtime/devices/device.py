@@ -118,8 +118,8 @@ def device_for(
     variable = environment.VISIBLE_DEVICES.get(kind, ("the variable of visible devices",))[0]
     raise RuntimeError(
         f"Local rank {local_rank} on host {socket.gethostname()} has no device: {visible} {kind} device(s) are "
-        f"visible and each process needs its own. Start at most {visible} processes on this host, or pass cpu=True. Or, "
-        "if each process was meant to have a device of its own, let each of them see that one only: set "
+        f"visible and each process needs its own. Start at most {visible} processes on this host, or pass cpu=True. "
+        "Or, if each process was meant to have a device of its own, let each of them see that one only: set "
         f"{variable}, as Slurm does with --gpus-per-task=1."
     )
 

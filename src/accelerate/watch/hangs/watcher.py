@@ -42,7 +42,10 @@ FAST_POLL_SECONDS = 0.25
 JOIN_TIMEOUT = 3.0
 RANKS_PER_SECOND = 2_000
 """Polls of the store per second from all ranks together: with more ranks each polls less often."""
-_LOST_PEER = re.compile(r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|peer closed", re.IGNORECASE)
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|peer closed|ncclremoteerror|remote process exited",
+    re.IGNORECASE,
+)
 _STORE_ERRORS = (RuntimeError, OSError, ValueError)
 
 # [Note: the end of the store]
