@@ -128,11 +128,12 @@ def test_a_single_process_gets_its_data_back() -> None:
 # --- number formats, shapes and layouts ---------------------------------------------------------------------------
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+UNKNOWN_TO_BACKENDS = (torch.int16, torch.uint16, torch.uint32)
 
 
 @ranks(2)
 def test_every_number_format_survives() -> None:
-    for dtype in (*DTYPES, torch.bool):
+    for dtype in (*DTYPES, torch.bool, *UNKNOWN_TO_BACKENDS):
         mine = torch.tensor([1, rank()]).to(dtype)
         assert torch.equal(gather(mine), torch.tensor([1, 0, 1, 1]).to(dtype)), dtype
         assert gather(mine).dtype == dtype
@@ -143,8 +144,20 @@ def test_every_number_format_survives() -> None:
 
 
 @ranks(2)
+def test_what_backends_cannot_send_is_sent_as_bytes() -> None:
+    labels = torch.tensor([[-300, 7], [rank(), 300]], dtype=torch.int16)
+    assert gather(labels).tolist() == [[-300, 7], [0, 300], [-300, 7], [1, 300]]
+    assert gather(labels[0, 0]).tolist() == [-300, -300], "a scalar"
+    assert gather(torch.ones(0, 3, dtype=torch.int16)).shape == (0, 3)
+    assert broadcast(torch.tensor(rank() - 300, dtype=torch.int16), from_process=1).item() == -299
+    assert reduce(labels, "max")[1].tolist() == [1, 300]
+    eighths = torch.tensor([0.125, rank()]).to(torch.float8_e4m3fn)
+    assert gather(eighths).float().tolist() == [0.125, 0.0, 0.125, 1.0]
+
+
+@ranks(2)
 def test_sums_keep_integers_and_means_of_integers_are_fractions() -> None:
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, *UNKNOWN_TO_BACKENDS):
         total = reduce(torch.tensor([1, rank()]).to(dtype), "sum")
         assert (total.dtype, total.tolist()) == (dtype, [2, 1])
         mean = reduce(torch.tensor([1, rank()]).to(dtype), "mean")

@@ -26,6 +26,11 @@ _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}  # all others
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+# Number formats that neither gloo nor NCCL knows: they are sent as bytes, and added in a wider one.
+_SENT_AS_BYTES = frozenset(
+    {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+_ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -92,8 +97,13 @@ def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     if ranks == world_size:
         record_call("gather", tensor)
     gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
-    _all_gather(gathered, tensor.detach() if tensor.requires_grad else tensor, group=group)
+    _all_gather(_sendable(gathered), _sendable(tensor.detach() if tensor.requires_grad else tensor), group=group)
     return gathered
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor, or its bytes where the backends do not know its number format."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _SENT_AS_BYTES else tensor
 
 
 _gather_tensor.__name__ = "gather"
@@ -139,9 +149,9 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
         reduced = whole(leaf.detach()).clone(memory_format=torch.contiguous_format) if world_size > 1 else leaf
         if world_size > 1 and reduction != "none":
             record_call("reduce", reduced)
+            reduced = reduced.to(_ADDED_AS.get(leaf.dtype, leaf.dtype))
             dist.all_reduce(reduced, op=operation)
-        if reduction == "mean" and world_size > 1:
-            reduced = reduced / world_size
+        reduced = reduced / world_size if reduction == "mean" and world_size > 1 else reduced.to(leaf.dtype)
         return reduced if scale == 1.0 else reduced * scale
 
     reduce_tensor.__name__ = "reduce"
@@ -158,7 +168,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     def broadcast_tensor(leaf: torch.Tensor) -> torch.Tensor:
         buffer = leaf.contiguous()
         record_call("broadcast", buffer)
-        dist.broadcast(buffer, src=from_process)
+        dist.broadcast(_sendable(buffer), src=from_process)
         return leaf if buffer is leaf else leaf.copy_(buffer)
 
     broadcast_tensor.__name__ = "broadcast"
