@@ -172,7 +172,7 @@ def _default_backend(device: torch.device) -> str:
     if device.type == "xpu" and not is_xccl_available():
         warn(
             "This torch was built without xccl, so the process group of the XPUs uses gloo, which carries tensors on "
-            "the CPU only: training on several XPUs needs a torch with xccl (torch's builds for XPU on Linux have it)."
+            "the CPU only. Install a torch that was built with xccl to train on several XPUs."
         )
         return "gloo"
     return dist.get_default_backend_for_device(device)
