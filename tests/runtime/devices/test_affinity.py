@@ -108,12 +108,12 @@ def test_what_slurm_has_bound_stays_bound_of_recorded_machines(
 ) -> None:
     RecordedMachine.load("slurm_gpu_per_task").write(tmp_path)
     (tmp_path / "proc/thread-self/status").write_text("Cpus_allowed_list:\t16-31\n")
-    with on_machine("slurm_gpu_per_task", root=tmp_path, local_rank=1):
-        monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
+    with on_machine("slurm_gpu_per_task", root=tmp_path, local_rank=1), monkeypatch.context() as patch:
+        patch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
         assert set_numa_affinity(1) == list(range(16, 32)), "not divided by the number of tasks once more"
         assert pinned == []
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-            monkeypatch.setenv(name, value)  # torchelastic inside of the task: its processes share the cores
+            patch.setenv(name, value)  # torchelastic inside of the task: its processes share the cores
         assert set_numa_affinity(1) == list(range(24, 32))
 
 

@@ -22,8 +22,8 @@ class NoTorch:
 def test_p2p_support_is_answered_without_torch_of_recorded_machines(
     name: str, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with on_machine(name):
-        monkeypatch.setattr(device, "torch", NoTorch())
+    with on_machine(name), monkeypatch.context() as patch:
+        patch.setattr(device, "torch", NoTorch())
         assert check_cuda_p2p_ib_support() == supported
 
 
@@ -66,8 +66,8 @@ def test_the_driver_of_wsl_is_asked_by_nvidia_smi_of_recorded_machines() -> None
 
 
 def test_a_machine_without_the_driver_says_what_failed_of_recorded_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_machine("laptop_cpu"):
-        monkeypatch.setenv("PATH", "/nonexistent")
+    with on_machine("laptop_cpu"), monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nonexistent")
         with pytest.raises(RuntimeError, match="nvidia-smi was asked for driver_version and failed"):
             get_driver_version()
 
