@@ -50,11 +50,11 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is for the night, begin with long files, and allow a test that runs out of time another try."""
-    left_out = [item for item in items if PROFILE == "gate" and item.get_closest_marker("nightly")]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if PROFILE == "gate" and item.get_closest_marker("nightly")}
+    config.hook.pytest_deselected(items=list(left_out))
     order = {path: number for number, path in enumerate(LONGEST_FIRST)}
-    chosen = [item for item in items if item not in set(left_out)]
-    items[:] = sorted(chosen, key=lambda item: order.get(item.path, len(order)))
+    items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     _allow_another_try(items)
 
 

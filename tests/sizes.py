@@ -24,5 +24,5 @@ def at_night(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-on_one_and_two = pytest.mark.parametrize("world_size", [at_night(1), 2])
+on_two_processes = pytest.mark.parametrize("world_size", [at_night(1), 2])
 """On two processes; at night also on one."""

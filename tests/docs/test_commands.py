@@ -26,7 +26,7 @@ LAUNCHES = [
 ]
 
 EXAMPLE = re.compile(r" examples/\w+\.py$")
-"""`tests/examples` starts each of them, the same way."""
+"""`tests/examples` starts each of them."""
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.sizes import on_one_and_two
+from tests.sizes import on_two_processes
 
 from .libraries import REPOSITORY, needs_libraries, run_scenario
 
 pytestmark = [needs_libraries]
 
 
-@on_one_and_two
+@on_two_processes
 def test_a_unet_is_trained_and_resumed_from_the_latest_checkpoint(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("unet_training", world_size=world_size, directory=tmp_path)
     assert found["checkpoints"] == ["checkpoint-6", "checkpoint-9"], "two are kept"

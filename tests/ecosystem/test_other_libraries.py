@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.sizes import on_one_and_two
+from tests.sizes import on_two_processes
 
 from .libraries import PYTHON, REPOSITORY, folder, needs_libraries, run_command, run_scenario
 
@@ -28,7 +28,7 @@ def test_the_venv_has_the_pinned_libraries_and_our_package(tmp_path: Path) -> No
     assert Path(file).is_relative_to(REPOSITORY / "src"), "not the one from an index"
 
 
-@on_one_and_two
+@on_two_processes
 def test_every_sample_of_a_dataset_comes_once(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("loaders", world_size=world_size, directory=tmp_path)
     everything = list(range(found["num_samples"]))
@@ -66,7 +66,7 @@ def test_sentence_transformers_encodes_and_refuses_to_train_because_we_are_not_t
     assert "you need to install the `accelerate`" in found["refusal"]
 
 
-@on_one_and_two
+@on_two_processes
 def test_the_trainer_of_denoising_diffusion_pytorch(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("digits_diffusion", world_size=world_size, directory=tmp_path, PYTHONPATH=folder("vision"))
     assert found["moved"] > 1e-4
@@ -76,7 +76,7 @@ def test_the_trainer_of_denoising_diffusion_pytorch(world_size: int, tmp_path: P
     assert found["files"] == ["model-1.pt", "sample-1.png"]
 
 
-@on_one_and_two
+@on_two_processes
 def test_a_loop_in_the_style_of_timm(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("image_training", world_size=world_size, directory=tmp_path, PYTHONPATH=folder("vision"))
     assert found["losses"][-1] < found["losses"][0]
@@ -85,7 +85,7 @@ def test_a_loop_in_the_style_of_timm(world_size: int, tmp_path: Path) -> None:
     assert found["average_moved"] > 0
 
 
-@on_one_and_two
+@on_two_processes
 def test_swanlab_tracks_through_its_own_integration(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("swan", world_size=world_size, directory=tmp_path)
     assert (found["name"], found["is_tracker"], found["processes"]) == ("swanlab", True, world_size)

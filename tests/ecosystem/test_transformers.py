@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sizes import at_night, on_one_and_two
+from tests.sizes import at_night, on_two_processes
 
 from .libraries import REPOSITORY, folder, needs_libraries, run_scenario, run_with_torchrun
 
 pytestmark = [needs_libraries]
 
 
-@on_one_and_two
+@on_two_processes
 def test_trainer_trains_evaluates_predicts_saves_and_resumes(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("trainer", "plain", world_size=world_size, directory=tmp_path)
     assert found["wrapped"] == ("BertForSequenceClassification" if world_size == 1 else "DistributedDataParallel")
@@ -60,7 +60,7 @@ def test_trainer_ends_and_evaluates_as_with_accelerate_1_15(world_size: int, tol
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6), "also where the last batch is not full"
 
 
-@on_one_and_two
+@on_two_processes
 def test_models_with_device_maps_compute_the_same_and_carry_adapters(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("device_maps", world_size=world_size, directory=tmp_path)
     assert len(found["placed"]) == world_size

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.sizes import on_one_and_two
+from tests.sizes import on_two_processes
 
 from .libraries import needs_libraries, program, run_command, run_scenario
 
 pytestmark = [needs_libraries]
 
 
-@on_one_and_two
+@on_two_processes
 def test_sft_trainer_and_the_command_line(world_size: int, tmp_path: Path) -> None:
     found = run_scenario("sft", world_size=world_size, directory=tmp_path)
     assert found["processes"] == world_size

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from tests.launching import end_tree, environment, run_accelerate, run_script, start_accelerate
 from tests.ranks import run_on_ranks
-from tests.sizes import at_night, on_one_and_two
+from tests.sizes import at_night, on_two_processes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -92,7 +92,7 @@ def test_digits_cnn(world_size: int, options: list[str], tmp_path: Path) -> None
     runpy.run_path(str(EXAMPLES / "digits_cnn.py"))["small_cnn"]().load_state_dict(weights)
 
 
-@on_one_and_two
+@on_two_processes
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_mixed_precision(precision: str, world_size: int, tmp_path: Path) -> None:
     options = ("--mixed_precision", precision)
@@ -108,7 +108,7 @@ def test_mixed_precision(precision: str, world_size: int, tmp_path: Path) -> Non
         assert scale == 2 ** (24 - skipped)
 
 
-@on_one_and_two
+@on_two_processes
 def test_accumulation(world_size: int, tmp_path: Path) -> None:
     printed = run_example("accumulation.py", world_size=world_size, directory=tmp_path)
     assert re.findall(r"(\d x \d+): (\d+) steps", printed) == [("1 x 32", "224"), ("4 x 8", "224")]
@@ -116,7 +116,7 @@ def test_accumulation(world_size: int, tmp_path: Path) -> None:
     assert min(numbers_after("accuracy", printed)) >= 0.955
 
 
-@on_one_and_two
+@on_two_processes
 def test_token_exact_loss(world_size: int, tmp_path: Path) -> None:
     printed = run_example("token_exact_loss.py", world_size=world_size, directory=tmp_path)
     exact, mean_of_means = number_after("gradient:", printed), number_after("mean of means:", printed)
@@ -126,7 +126,7 @@ def test_token_exact_loss(world_size: int, tmp_path: Path) -> None:
     assert losses[-1] < 0.07
 
 
-@on_one_and_two
+@on_two_processes
 def test_metrics(world_size: int, tmp_path: Path) -> None:
     printed = run_example("metrics.py", world_size=world_size, directory=tmp_path)
     assert f"gather: {359 if world_size == 1 else 384} answers, gather_for_metrics: 359\n" in printed
@@ -137,7 +137,7 @@ def test_metrics(world_size: int, tmp_path: Path) -> None:
     assert number_after("F1", printed) >= 0.955
 
 
-@on_one_and_two
+@on_two_processes
 def test_schedule_free(world_size: int, tmp_path: Path) -> None:
     printed = run_example("schedule_free.py", world_size=world_size, directory=tmp_path)
     averages, newest = numbers_after("accuracy", printed), numbers_after("newest weights:", printed)
@@ -146,7 +146,7 @@ def test_schedule_free(world_size: int, tmp_path: Path) -> None:
     assert averages != newest, "`eval` reaches the optimizer"
 
 
-@on_one_and_two
+@on_two_processes
 def test_early_stop(world_size: int, tmp_path: Path) -> None:
     printed = run_example("early_stop.py", world_size=world_size, directory=tmp_path)
     losses = numbers_after("loss", printed)
@@ -158,7 +158,7 @@ def test_early_stop(world_size: int, tmp_path: Path) -> None:
         assert f"rank {rank} stopped after {len(losses)} epochs: best {best:.4f}, loaded {best:.4f}" in printed
 
 
-@on_one_and_two
+@on_two_processes
 def test_k_fold(world_size: int, tmp_path: Path) -> None:
     printed = run_example("k_fold.py", world_size=world_size, directory=tmp_path)
     assert sorted(re.findall(r"fold \d: [\d.]+ of (\d+)", printed)) == ["359"] * 3 + ["360"] * 2
@@ -166,7 +166,7 @@ def test_k_fold(world_size: int, tmp_path: Path) -> None:
     assert "of 1797 digits" in printed
 
 
-@on_one_and_two
+@on_two_processes
 def test_gan(world_size: int, tmp_path: Path) -> None:
     printed = run_example("gan.py", world_size=world_size, directory=tmp_path)
     distances, emptiest = numbers_after("distance", printed), numbers_after("emptiest eighth", printed)
@@ -208,7 +208,7 @@ def test_resume(world_size: int, end: str, tmp_path: Path) -> None:
     assert again == f"resumed after step {360 // world_size}\n" + last_lines, "a run that has ended does nothing more"
 
 
-@on_one_and_two
+@on_two_processes
 def test_save_hooks(world_size: int, tmp_path: Path) -> None:
     printed = run_example("save_hooks.py", world_size=world_size, directory=tmp_path)
     assert "in the checkpoint: 2,570 of 85,002 weights" in printed
@@ -221,7 +221,7 @@ def test_save_hooks(world_size: int, tmp_path: Path) -> None:
     assert not [name for name in files if name.startswith("model")]
 
 
-@on_one_and_two
+@on_two_processes
 def test_trackers(world_size: int, tmp_path: Path) -> None:
     printed = run_example("trackers.py", world_size=world_size, directory=tmp_path)
     lowest = number_after("lowest loss", printed)
@@ -237,7 +237,7 @@ def test_trackers(world_size: int, tmp_path: Path) -> None:
 # --- larger models, and elsewhere -------------------------------------------------------------------------------------
 
 
-@on_one_and_two
+@on_two_processes
 def test_language_model_fsdp(world_size: int, tmp_path: Path) -> None:
     script = EXAMPLES / "language_model_fsdp.py"
     if world_size == 1:
@@ -255,7 +255,7 @@ def test_language_model_fsdp(world_size: int, tmp_path: Path) -> None:
     assert sum(tensor.numel() for tensor in load_file(tmp_path / "language_model/model.safetensors").values()) > 100_000
 
 
-@on_one_and_two
+@on_two_processes
 def test_distributed_inference(world_size: int, tmp_path: Path) -> None:
     printed = run_example("distributed_inference.py", world_size=world_size, directory=tmp_path)
     assert re.findall(r"answered (\d+)", printed) == {1: ["101"], 2: ["51", "50"]}[world_size]

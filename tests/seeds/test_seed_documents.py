@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.launching import run_script
-from tests.sizes import on_one_and_two
+from tests.sizes import on_two_processes
 
 from . import stage
 from .documents import DIRECTORY, python_blocks, statements
@@ -92,7 +92,7 @@ def assert_loss_falls(report: dict[str, Any]) -> None:
 
 
 @needs_torchvision
-@on_one_and_two
+@on_two_processes
 def test_001_trains_counts_and_saves(world_size: int, perform: Perform, tmp_path: Path) -> None:
     (block,) = python_blocks("001")
     # The document's own call is commented out and asks for MNIST's size; fewer steps want a lower learning rate.
@@ -122,7 +122,7 @@ def test_001_trains_counts_and_saves(world_size: int, perform: Perform, tmp_path
 # --- 002: the basic loop ----------------------------------------------------------------------------------------------
 
 
-@on_one_and_two
+@on_two_processes
 def test_002_basic_loop_with_its_names_taken_literally(world_size: int, perform: Perform) -> None:
     # It prepares train_dataloader and lr_scheduler but uses training_dataloader and scheduler. If those are the plain
     # objects, every process reads all data, and the schedule advances once per step: as in one plain process.
@@ -131,7 +131,7 @@ def test_002_basic_loop_with_its_names_taken_literally(world_size: int, perform:
     assert_trained_like(reports[0], bare_pytorch(stage.BATCH_SIZE, epochs=1, schedule=1))
 
 
-@on_one_and_two
+@on_two_processes
 def test_002_basic_loop_as_it_is_meant(world_size: int, perform: Perform) -> None:
     _, basic, *_ = python_blocks("002")
     _, reports = perform(basic, "meant_names", world_size)
@@ -142,7 +142,7 @@ def test_002_basic_loop_as_it_is_meant(world_size: int, perform: Perform) -> Non
 # --- 003: loop, fp16, classifier, accumulation ------------------------------------------------------------------------
 
 
-@on_one_and_two
+@on_two_processes
 def test_003_basic_loop(world_size: int, perform: Perform) -> None:
     basic, *_ = python_blocks("003")
     _, reports = perform(basic, "pairs", world_size)
@@ -152,7 +152,7 @@ def test_003_basic_loop(world_size: int, perform: Perform) -> None:
         assert_loss_falls(report)
 
 
-@on_one_and_two
+@on_two_processes
 def test_003_fp16(world_size: int, perform: Perform) -> None:
     # The snippet is the constructor alone; "the rest" is that of the basic loop.
     basic, half, *_ = python_blocks("003")
@@ -166,7 +166,7 @@ def test_003_fp16(world_size: int, perform: Perform) -> None:
     torch.testing.assert_close(reports[0]["weights"], expected, rtol=0.1, atol=0.1)
 
 
-@on_one_and_two
+@on_two_processes
 def test_003_fp16_after_the_basic_loop_as_in_a_notebook(world_size: int, perform: Perform) -> None:
     # A second Accelerator prepares what the first one has prepared, and training goes on in fp16.
     basic, half, *_ = python_blocks("003")
@@ -181,7 +181,7 @@ def test_003_fp16_after_the_basic_loop_as_in_a_notebook(world_size: int, perform
 
 
 @needs_torchvision
-@on_one_and_two
+@on_two_processes
 def test_003_image_classifier_in_fp16(world_size: int, perform: Perform) -> None:
     _, _, classifier, *_ = python_blocks("003")
     printed, reports = perform(classifier, "nothing", world_size)
@@ -197,7 +197,7 @@ def test_003_image_classifier_in_fp16(world_size: int, perform: Perform) -> None
     assert [report["numbers"]["total"] for report in reports] == shares
 
 
-@on_one_and_two
+@on_two_processes
 def test_003_accumulation(world_size: int, perform: Perform) -> None:
     # The snippet makes an Accelerator and loops; preparing is left to the basic loop's own statement.
     basic, _, _, _, accumulation = python_blocks("003")
@@ -210,7 +210,7 @@ def test_003_accumulation(world_size: int, perform: Perform) -> None:
     assert_trained_like(reports[0], expected)
 
 
-@on_one_and_two
+@on_two_processes
 def test_003_accumulation_taken_literally(world_size: int, perform: Perform) -> None:
     # Nothing is prepared, so nothing is shared and the plain optimizer steps every time; only the loss is divided.
     basic, _, _, _, accumulation = python_blocks("003")

@@ -72,9 +72,9 @@ def _accelerators() -> str:
 
 def _driver() -> dict[str, str]:
     """Return the line of NVIDIA's driver, where there is one."""
-    from ..runtime.devices import machine, nvidia
+    from ..runtime.devices import nvidia
 
-    if not machine.has_device_files("nvidia[0-9]*", "dxg"):
+    if not nvidia.is_present():
         return {}
     try:
         return {"NVIDIA driver": nvidia.driver_version()}

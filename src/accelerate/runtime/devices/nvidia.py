@@ -24,6 +24,11 @@ class GPU:
     uuid: str
 
 
+def is_present() -> bool:
+    """Return whether a GPU of NVIDIA is here, on WSL too."""
+    return machine.has_device_files("nvidia[0-9]*", "dxg")
+
+
 def gpus() -> list[GPU]:
     """Return the GPUs whose device file is here, by PCI address; [] where the driver has no files (WSL, Jetson)."""
     found = []
@@ -60,7 +65,7 @@ def p2p_fault() -> str | None:
     Drivers before 550 report peer access between GeForce RTX 40 GPUs, which do not have it, and NCCL hangs or corrupts
     data. The answer is from the models and the driver's version, so CUDA is not initialised.
     """
-    if not machine.has_device_files("nvidia[0-9]*", "dxg"):
+    if not is_present():
         return None
     try:
         models = [gpu.model for gpu in gpus()] or query("name")
