@@ -38,6 +38,7 @@ SUBJECTS = {
     "log": ("ours",),
     "deepspeed": ("ours",),
     "watch": ("ours",),
+    "xla": ("ours",),
 }
 """Who has what is measured."""
 TURNS, ROUNDS_PER_TURN = 3, 50

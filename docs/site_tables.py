@@ -249,6 +249,14 @@ NOTICES: list[_Situation] = [
         lambda: _said(_in_gather(0), _in_gather(1)),
     ),
     (
+        "The ranks are in different calls, and nobody is blamed",
+        "If it stays so, compare the lines: the calls belong to different process groups, or a broadcast that some "
+        "ranks have left.",
+        lambda: _said(
+            _in_gather(0, outstanding="1:4"), _at(1, "reduce", 91, outstanding="0:9")
+        ),
+    ),
+    (
         "A rank is slow",
         "Look at that rank in the phase that is named: its disk and data workers for data, its device and other "
         "programs for the rest. `accelerate watch` shows all ranks.",

@@ -32,6 +32,7 @@ LONGEST_FIRST = [
         "clusters/test_slurm.py",
         "launch/machines/test_machines.py",
         "watch/hangs/test_faults.py",
+        "watch/hangs/test_late_faults.py",
         "data/test_properties.py",
     )
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, GradScalerKwargs
+from accelerate.errors import UnsupportedSettingError
 from accelerate.optimizer import AcceleratedOptimizer
 from tests.training import loss_of, make_data, make_model
 
@@ -172,3 +173,41 @@ def test_schedule_free_optimizers_can_be_switched() -> None:
     plain = Accelerator(cpu=True).prepare(torch.optim.SGD(make_model().parameters(), lr=0.1))
     plain.train()
     plain.eval()
+
+
+class Fused(torch.optim.SGD):
+    """A stand-in for LOMO's optimizers: it steps inside the backward pass, and has no other step."""
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        """Compute gradients and update parameters at once."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-lr)
+                param.grad = None
+
+    def step(self, closure: object = None) -> None:
+        """Raise: nobody is to call it."""
+        raise NotImplementedError
+
+
+def test_an_optimizer_that_steps_inside_the_backward_pass_with_a_stand_in_for_lomo() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, alone = make_model(), make_model()
+    model, optimizer = accelerator.prepare(model, Fused(model.parameters(), lr=1.0))
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        accelerator.backward(loss_of(model, make_data(4)[:]), learning_rate=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss_of(alone, make_data(4)[:]).backward()
+        plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(UnsupportedSettingError, match="with num_items"):
+        accelerator.backward(loss_of(model, make_data(4)[:]), learning_rate=0.1, num_items=4)
+    other = Accelerator(cpu=True)
+    other.prepare(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"is for LOMO optimizers, .* none was given"):
+        other.backward(loss_of(alone, make_data(4)[:]), learning_rate=0.1)

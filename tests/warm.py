@@ -4,7 +4,7 @@ A *zygote* is a Python process that has imported what most programs import and w
 forks; the child takes over the arguments, the environment, the folder and the file descriptors of the request and
 runs the program as `python` would. It is a child of the process that asked, so that waiting, signals and process
 groups are what they are without a zygote. A program that starts others, `accelerate launch` or torchrun, gets a
-zygote of its own, and its ranks are started the same way.
+zygote of its own, and its ranks are started the same way; where it replaces itself by one (exec), it runs that one.
 
 `Popen` and `run` are used like those of `subprocess`. What a zygote cannot stand for is started as usual: other
 programs than Python scripts and modules, and interpreters with options. Tests of the start itself use `subprocess`.
@@ -32,7 +32,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 PRELOADED = (
     "torch",
@@ -55,11 +55,11 @@ PRELOADED = (
 COLD = "ACCELERATE_TEST_COLD_STARTS"
 """Set it to start everything as usual."""
 
-LAUNCHERS = ("accelerate", "torchrun")
+LAUNCHERS = ("accelerate", "torchrun", "trl")
 MOST_ZYGOTES = 5
 
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "TORCH_", "KMP_", "ATEN_")
-_NOT_READ_AT_START = ("PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_NOT_READ_AT_START = ("PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 
 
 class Program(NamedTuple):
@@ -75,7 +75,7 @@ class Program(NamedTuple):
     def of(cls, command: Sequence[str]) -> Program | None:
         """Return the program that a command starts; None if it is another one, or needs an interpreter of its own."""
         words = [os.fspath(word) for word in command]
-        if words[0] == "nsenter":
+        if Path(words[0]).name == "nsenter":
             options = [word for word in words if word.startswith(("--target=", "--wdns="))]
             inner = cls.of(words[1 + words.index(options[-1]) :])
             return inner and inner._replace(machine=int(options[0].removeprefix("--target=")))
@@ -139,6 +139,7 @@ _zygotes: dict[Any, Zygote] = {}
 _may_start_zygotes = True
 _base_path: list[str] = []
 _subprocess_popen = subprocess.Popen
+_os_execvpe = os.execvpe
 
 
 def _key(interpreter: str, environment: Mapping[str, str]) -> Any:
@@ -301,16 +302,21 @@ def become(request: dict[str, Any], received: list[int]) -> None:
                 os.close(int(name))
     enter(Program(*request["program"]).machine)
     os.chdir(request["directory"])
+    take_environment(request["environment"])
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _standard_streams(
+        request["unbuffered"]
+    )
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Have the variables, signal handlers and random numbers of a new process."""
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     for seed in (import_module("torch").default_generator.seed, import_module("numpy").random.seed):
         seed()
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _standard_streams(
-        request["unbuffered"]
-    )
 
 
 def enter(machine: int) -> None:
@@ -334,11 +340,30 @@ def _standard_streams(unbuffered: bool) -> tuple[TextIO, TextIO, TextIO]:
     return streams
 
 
+def subprocess_handler() -> Any:
+    """Return torchelastic's module that starts processes."""
+    return import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+
+
 def start_programs_warm() -> None:
     """Let this process start Python programs from its zygote."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    subprocess.Popen = subprocess_handler().Popen = Popen  # type: ignore[misc]
+    os.execvpe = execvpe
 
-    subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc]
+
+def execvpe(file: str, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Go on as another program, like `os.execvpe`; this process has imported what it needs."""
+    program = Program.of(words)
+    if program is None or environment.get(COLD) or _key(program.interpreter, environment) not in _zygotes:
+        _os_execvpe(file, words, environment)
+    for zygote in _zygotes.values():
+        zygote.connection.close()
+    _zygotes.clear()
+    subprocess.Popen = subprocess_handler().Popen = _subprocess_popen  # type: ignore[misc]
+    os.execvpe = _os_execvpe
+    take_environment(environment)
+    run_program(program)
+    raise AssertionError("a program that has ended goes on")
 
 
 def run_program(program: Program) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .errors import UnsupportedSettingError
 from .errors.callers import warn
 from .parallel.base import move_optimizer_state, params_of
 from .runtime import phases
@@ -43,7 +44,9 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self._step_was_skipped = False
         self._stepped = False
+        self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self.before_first_step: Callable[[Optimizer], None] | None = None
+        self.before_step: Callable[[AcceleratedOptimizer], None] | None = None
         self.steps_taken = 0
         """Number of optimizer steps since the beginning of the run; saved in checkpoints."""
         if scaler is not None:
@@ -114,7 +117,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless gradients are still accumulating."""
-        if not self.gradient_state.sync_gradients:
+        if not self.gradient_state.sync_gradients or self._steps_in_backward:
             return None
         clock = phases.clock
         if clock is not None:
@@ -122,6 +125,8 @@ class AcceleratedOptimizer(Optimizer):
         if self.before_first_step is not None:
             hook, self.before_first_step = self.before_first_step, None
             hook(self.optimizer)
+        if self.before_step is not None:
+            self.before_step(self)
         if self.scaler is None:
             result: Any = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         else:
@@ -158,7 +163,8 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the wrapper's own attributes; `gradient_state` belongs to the process."""
         return {name: value for name, value in self.__dict__.items() if name != "gradient_state"} | {
-            "before_first_step": None
+            "before_first_step": None,
+            "before_step": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,6 +179,39 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def lomo_optimizers(optimizers: Iterable[AcceleratedOptimizer]) -> list[Any]:
+    """Return the optimizers that step inside the backward pass, as LOMO and AdaLomo do; refuse if there is none."""
+    found = [each.optimizer for each in optimizers if each._steps_in_backward]
+    if not found:
+        raise ValueError(
+            "backward(learning_rate=...) is for LOMO optimizers, which step inside the backward pass, and none was "
+            "given to prepare(): leave learning_rate out, or prepare an optimizer of lomo_optim."
+        )
+    return found
+
+
+def refuse_beside_lomo(num_items: object, scaler: object, options: dict[str, Any]) -> None:
+    """Refuse what an optimizer that steps inside the backward pass cannot honour."""
+    others = {"num_items": num_items, "fp16's loss scaler": scaler}
+    others |= {name: value for name, value in options.items() if name != "learning_rate"}
+    for name, value in others.items():
+        if value is not None:
+            raise UnsupportedSettingError(
+                f"backward(learning_rate=...) with {name}",
+                "a LOMO optimizer steps inside the backward pass, by gradients that nobody sees before.",
+                "Give it the mean loss alone, in bf16 or full precision.",
+            )
+
+
+def clip_gradients(
+    optimizer: AcceleratedOptimizer, max_norm: float, clip: Callable[[list[Tensor], float, float], Tensor]
+) -> None:
+    """Clip the gradients of an optimizer by their norm, before it steps."""
+    if optimizer.scaler is not None:
+        optimizer.scaler.unscale_(optimizer.optimizer)
+    clip(params_of(optimizer), max_norm, 2.0)
 
 
 def refuse_offloaded_weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:

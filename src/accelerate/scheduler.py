@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from .config.plugins.megatron import MegatronLMPlugin
 from .errors.callers import warn
 from .runtime.group.runtime import Runtime
 from .runtime.loop.gradient_state import GradientState
@@ -135,3 +141,51 @@ def _log_once(name: str, times: int) -> None:
     if not _has_logged and Runtime.current().is_main_process:
         _logger.info("%s advances %d times per optimizer step: once for the batch of each process.", name, times)
     _has_logged = True
+
+
+class MegatronLMDummyScheduler(LambdaLR):
+    """The schedule that Megatron-LM would make: a linear warm-up, then a decay to `min_lr`.
+
+    Its form is that of the newest Accelerator's `MegatronLMPlugin`. Like every prepared schedule it counts batches of
+    the plain loop.
+
+    Args:
+        optimizer: The optimizer.
+        total_num_steps: Steps until the learning rate is `min_lr`.
+        warmup_num_steps: Steps until the learning rate is that of the optimizer.
+        **kwargs: Published, and without effect.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        plugin = _newest_plugin()
+        if total_num_steps is None and (plugin.lr_decay_style != "constant" or plugin.lr_warmup_fraction):
+            raise ValueError(
+                f"MegatronLMDummyScheduler needs total_num_steps, the steps of its {plugin.lr_decay_style} decay."
+            )
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        if plugin.lr_warmup_fraction:
+            self.warmup_num_steps = round(plugin.lr_warmup_fraction * (total_num_steps or 0))
+        self.kwargs = kwargs
+        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        lowest = [plugin.min_lr / rate if rate else 0.0 for rate in rates]
+        super().__init__(optimizer, [partial(self._factor, plugin.lr_decay_style, low) for low in lowest])
+
+    def _factor(self, style: str, lowest: float, step: int) -> float:
+        """Return the part of the optimizer's own learning rate at a step."""
+        if step < self.warmup_num_steps:
+            return step / self.warmup_num_steps
+        if style == "constant" or self.total_num_steps is None:
+            return 1.0
+        passed = (step - self.warmup_num_steps) / max(1, self.total_num_steps - self.warmup_num_steps)
+        left = 1.0 - min(1.0, passed) if style == "linear" else 0.5 + 0.5 * math.cos(math.pi * min(1.0, passed))
+        return lowest + (1.0 - lowest) * left
+
+
+def _newest_plugin() -> MegatronLMPlugin:
+    runtime = Runtime.existing()
+    training = None if runtime is None else runtime.training
+    plugin = None if training is None else training["megatron_lm_plugin"]
+    return plugin if isinstance(plugin, MegatronLMPlugin) else MegatronLMPlugin()

@@ -36,6 +36,14 @@ def is_initialized() -> bool:
     return runtime is not None and runtime.training is not None
 
 
+def inherited_precision() -> str | None:
+    """Return the precision of the newest Accelerator, which the next one has unless it says otherwise."""
+    runtime = Runtime.existing()
+    if runtime is None or runtime.training is None or not runtime.training["_is_complete"]:
+        return None
+    return str(runtime.training["_mixed_precision"])
+
+
 def shared_deepspeed_plugins() -> Any:
     """Return the DeepSpeed plugins of the newest Accelerator if there are several: the next one shares them."""
     runtime = Runtime.existing()
@@ -274,6 +282,7 @@ class AcceleratorState(PartialState):
     _mixed_precision: str
     deepspeed_plugins: Any
     fsdp_plugin: Any
+    megatron_lm_plugin: Any
     parallelism_config: Any
     device_mesh: Any
     is_fsdp2: bool
@@ -314,6 +323,7 @@ class AcceleratorState(PartialState):
                 "device_mesh": None,
                 "is_fsdp2": False,
                 "_engine": None,
+                "_is_complete": not _from_accelerator,  # an Accelerator that fails leaves nothing to the next one
             }
         self.__dict__ = runtime.training
 
@@ -340,13 +350,17 @@ class AcceleratorState(PartialState):
 
     def _describe(self, strategy: Strategy) -> None:
         """Set the published attributes that describe a strategy."""
-        self.__dict__.update(strategy.published)
+        self.__dict__.update(strategy.published, _is_complete=True)
         mesh = strategy.mesh
-        if mesh is None:
-            return
-        self.parallelism_config, self.device_mesh = mesh.config, mesh.device_mesh
-        if mesh.sharding is not None:
-            self.fsdp_plugin, self.is_fsdp2, self._engine = strategy.plugin, True, DistributedType.FSDP  # type: ignore[attr-defined]
+        if mesh is not None:
+            self.parallelism_config, self.device_mesh = mesh.config, mesh.device_mesh
+            if mesh.sharding is not None:
+                self.fsdp_plugin, self.is_fsdp2, self._engine = strategy.plugin, True, DistributedType.FSDP  # type: ignore[attr-defined]
+        if self.megatron_lm_plugin is not None:
+            if self.is_main_process:
+                self.megatron_lm_plugin.log_translation()
+            if self.use_distributed:
+                self._engine = DistributedType.MEGATRON_LM
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -17,6 +17,7 @@ from accelerate import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
+    ParallelismConfig,
 )
 from accelerate.data_loader import DataLoaderShard
 from accelerate.errors import UnsupportedSettingError
@@ -101,15 +102,17 @@ def test_two_accelerators_with_other_settings_live_side_by_side() -> None:
     assert two is not one
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
-    ],
-)
-def test_what_has_not_landed_is_refused_by_name(options: dict[str, object], name: str) -> None:
-    with pytest.raises(UnsupportedSettingError, match=name):
-        Accelerator(cpu=True, **options)
+def test_a_second_accelerator_has_the_number_format_of_the_first_as_in_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    second = Accelerator(cpu=True)
+    assert second.mixed_precision == second.state.mixed_precision == "bf16"
+    assert "mixed_precision = bf16  (the Accelerator before this one)" in second.settings.explain()
+    with pytest.raises(UnsupportedSettingError):
+        Accelerator(cpu=True, mixed_precision="no", parallelism_config=ParallelismConfig(sp_size=2))
+    assert Accelerator(cpu=True).mixed_precision == "fp16", "of the environment: one that failed leaves nothing"
+    third = Accelerator(cpu=True, mixed_precision="no")  # 1.15 refuses a second format
+    assert (first.mixed_precision, third.mixed_precision) == ("bf16", "no")
 
 
 def test_handlers_are_checked() -> None:

@@ -6,10 +6,55 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accelerate import Accelerator
+from accelerate.checkpoint import preemption as preemption_module
+from accelerate.checkpoint.group import CheckpointGroup
+from accelerate.checkpoint.preemption import MOST_CALLS_BETWEEN_CHECKS, Preemption
 from tests.launching import run_accelerate, start_accelerate
+from tests.ranks import run_on_ranks
+
+
+def ask_often() -> tuple[list[int], int]:
+    """Count the calls at which the ranks ask each other, and tell at which one they agree to stop."""
+    accelerator = Accelerator(cpu=True)
+    preemption, group = Preemption(None), CheckpointGroup.of_all_ranks(accelerator.state._runtime, on_each_node=False)
+    asked: list[int] = []
+    for call in range(200):
+        if call == 100 and accelerator.process_index == 1:
+            preemption.reason = "SIGTERM"
+        if call < 60:
+            time.sleep(0.001 * accelerator.process_index)
+
+        def gather(item: Any, call: int = call) -> list[Any]:
+            asked.append(call)
+            return group.gather(item)
+
+        if preemption.agreed(gather) is not None:
+            return asked, call
+    raise AssertionError("the ranks never stopped")
+
+
+def test_ranks_that_step_fast_ask_each_other_rarely_and_stop_at_the_same_step() -> None:
+    first, second = run_on_ranks(2, ask_often)
+    assert first == second
+    asked, stopped = first
+    assert 100 <= stopped < 100 + MOST_CALLS_BETWEEN_CHECKS
+    assert len(asked) <= 3 + 100 // MOST_CALLS_BETWEEN_CHECKS + 1
+
+
+def test_ranks_that_step_slowly_ask_each_other_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 1000, 3))
+    monkeypatch.setattr(preemption_module.time, "monotonic", lambda: next(seconds))
+    preemption = Preemption(None)
+    asked = []
+    for call in range(5):
+        assert preemption.agreed(lambda item, call=call: asked.append(call) or [item]) is None
+    assert asked == [0, 1, 2, 3, 4]
+
 
 SCRIPT = """
 import os, time

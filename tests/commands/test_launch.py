@@ -84,7 +84,7 @@ def test_a_module_and_a_program_of_its_own(folder: Path) -> None:
     [
         (["--num_proceses", "2", "show.py"], "--num_proceses is unknown. Did you mean --num_processes?"),
         (["--mixed_precision", "fp17", "show.py"], "invalid choice: 'fp17'"),
-        (["--use_megatron_lm", "show.py"], "Megatron-LM (flag --use_megatron_lm) cannot be used"),
+        (["--use_megatron_lm", "--megatron_lm_eod_mask_loss", "true", "show.py"], "eod_mask_loss=True) cannot be used"),
         (["--config_file", "none.yaml", "show.py"], "none.yaml does not exist"),
         (["--num_machines", "2", "--machine_rank", "0", "show.py"], "give --main_process_ip"),
         (["--num_processes", "2", "--rdzv_conf", "timeout", "show.py"], "write key=value"),
@@ -151,6 +151,23 @@ assert not taken
     )
     assert ended.returncode == 0, ended.stderr
     assert len(shown(ended.stdout)) == 2
+
+
+def test_explain_translates_the_settings_of_megatron_line_by_line(folder: Path) -> None:
+    megatron = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4, "use_distributed_optimizer": "true"}
+    flags = [word for name, value in megatron.items() for word in (f"--megatron_lm_{name}", value)]
+    said = run_accelerate(
+        *("launch", "--explain", "--cpu", "--num_processes", 8, "--use_megatron_lm", *flags, "show.py"),
+        directory=folder,
+    ).printed
+    _, _, table = said.partition("Megatron-LM's settings, on torch's engines\n")
+    lines = [" ".join(line.split()) for line in table.splitlines()]
+    assert lines[0] == "tp_degree 2 tp_size=2, by the plan that the model carries"
+    assert [line.split()[0] for line in lines[1:5]] == [
+        *("pp_degree", "num_micro_batches", "use_distributed_optimizer", "gradient_clipping")
+    ]
+    assert lines[5] == "other processes - dp_shard_size=-1: see different samples"
+    assert "2 groups of processes with the same samples x 4 micro-batches x the loader's batch size" in said
 
 
 def test_explain_starts_nothing_and_tells_every_origin(folder: Path) -> None:

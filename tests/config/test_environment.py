@@ -12,7 +12,6 @@ from accelerate.config.environment import (
     export_settings,
     patch_environment,
     read_setting,
-    requested_engine,
     str_to_bool,
 )
 
@@ -79,23 +78,6 @@ def test_exported_settings_are_read_back_as_they_were(monkeypatch: pytest.Monkey
     for name, value in exported.items():
         monkeypatch.setenv(name, value)
     assert {name: read_setting(name) for name in settings} == settings
-
-
-@pytest.mark.parametrize(
-    ("engine", "variable"),
-    [
-        ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
-    ],
-)
-def test_an_engine_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch, engine: str, variable: str) -> None:
-    assert requested_engine() is None
-    monkeypatch.setenv(variable, "false")
-    assert requested_engine() is None
-    monkeypatch.setenv(variable, "true")
-    assert requested_engine() == (engine, variable)
-    monkeypatch.setenv(variable, "perhaps")
-    with pytest.raises(ValueError, match=f"{variable}='perhaps' is not a valid bool"):
-        requested_engine()
 
 
 def test_patched_variables_are_upper_case_strings_and_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

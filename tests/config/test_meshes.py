@@ -12,8 +12,8 @@ from accelerate.checkpoint.group import CheckpointGroup
 from accelerate.config.plugins.handlers import InitProcessGroupKwargs
 from accelerate.config.plugins.parallelism import ParallelismConfig
 from accelerate.runtime.group.runtime import Runtime
-from tests.pretend_accelerator import run_on_a_pretend_accelerator
 from tests.ranks import ranks
+from tests.simulated_accelerator import run_on_a_simulated_accelerator
 
 OURS = timedelta(minutes=77)
 
@@ -50,7 +50,7 @@ def mesh_of_a_group_bound_to_a_device() -> list[timedelta]:
     return timeouts
 
 
-def test_groups_bound_to_a_pretend_accelerator_have_meshes_in_every_world_of_a_process() -> None:
+def test_groups_bound_to_a_simulated_accelerator_have_meshes_in_every_world_of_a_process() -> None:
     for _ in range(2):
-        for timeouts in run_on_a_pretend_accelerator(mesh_of_a_group_bound_to_a_device, world_size=4):
+        for timeouts in run_on_a_simulated_accelerator(mesh_of_a_group_bound_to_a_device, world_size=4):
             assert timeouts == [OURS, OURS]

@@ -12,7 +12,6 @@ from accelerate.config.enums import PrecisionType
 from accelerate.config.plugins.compilation import TorchDynamoPlugin
 from accelerate.config.plugins.handlers import GradientAccumulationPlugin
 from accelerate.config.settings import TrainingSettings
-from accelerate.errors import UnsupportedSettingError
 
 
 def resolved(
@@ -77,18 +76,6 @@ def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(mon
         resolved("fp17")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match=r"mode: half \(from environment variable ACCELERATE_MIXED_PRECISION\)"):
-        resolved()
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "ACCELERATE_USE_MEGATRON_LM",
-    ],
-)
-def test_an_engine_asked_for_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(UnsupportedSettingError, match=f"{variable}=true cannot be used: .* Unset {variable}"):
         resolved()
 
 

@@ -75,7 +75,6 @@ KNOWN = (
     Known("mean_of_integers", "mean", '`reduce("mean")` of integers', ON_TWO),
     Known("split_between_processes", "* padded", "`split_between_processes(..., apply_padding=True)`", ON_TWO),
     Known("second_accelerator", "another precision", "a second `Accelerator` with another `mixed_precision`"),
-    Known("second_accelerator", "precision", "a second `Accelerator` without `mixed_precision`"),
     Known("wrong_arguments", "handler", "a handler that is none in `kwargs_handlers`"),
     Known("log_before_any_state", "info", "`get_logger(...).info` before any state exists"),
     Known("tracker_of_ones_own", "trackers", "`trackers` and `get_tracker` on other ranks", ON_TWO),

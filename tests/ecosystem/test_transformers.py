@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.sizes import at_night, on_two_processes
+from tests.sizes import PROFILE, at_night, on_two_processes
 
 from .libraries import REPOSITORY, folder, needs_libraries, run_scenario, run_with_torchrun
 
@@ -105,3 +106,31 @@ def test_a_llama_trains_on_parts_of_sequences_by_the_documented_recipe(tmp_path:
     for said in found["refused"].values():
         assert "attn_implementation='eager'" in said
         assert 'attn_implementation="sdpa"' in said
+
+
+def test_a_llama_trains_by_settings_of_megatron_as_on_one_process(tmp_path: Path) -> None:
+    ways: list[tuple[int, dict[str, object]]] = [
+        (2, {"tp_degree": 2, "sequence_parallelism": True}),
+        (2, {"pp_degree": 2, "num_micro_batches": 2}),
+        (4, {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}),
+    ]
+    if PROFILE == "nightly":
+        both = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4}
+        ways += [
+            (2, {"tp_degree": 2}),
+            (2, {"use_distributed_optimizer": True, "recompute_granularity": "full", "optimizer_cpu_offload": True}),
+            (4, {"tp_degree": 2, "use_distributed_optimizer": True, "sequence_parallelism": True}),
+            (4, {**both, "sequence_parallelism": True, "recompute_activations": True}),
+            (4, {**both, "sequence_parallelism": True, "num_layers_per_virtual_pipeline_stage": 1}),
+            (4, {"pp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 4}),
+        ]
+    words = [word for world_size, fields in ways for word in (world_size, json.dumps(fields))]
+    results = run_scenario("megatron", *words, world_size=1, directory=tmp_path)["found"]
+    whole = 39200
+    for (world_size, fields), found in zip(ways, results, strict=True):
+        assert max(found["off_by"].values()) < 1e-5, (fields, found)
+        assert found["norm"] > 0.5, "gradients were clipped"
+        assert found["type"] == "MEGATRON_LM"
+        degree = int(str(fields.get("tp_degree", 1))) * int(str(fields.get("pp_degree", 1)))
+        assert found["batch"] == 2 * (world_size // degree) * int(str(fields.get("num_micro_batches", 1)))
+        assert found["held"] < 0.6 * whole, "every process holds a part"

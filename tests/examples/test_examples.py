@@ -79,7 +79,7 @@ def test_minimal_loop_adds_five_lines() -> None:
         at_night(1, []),
         (2, []),
         at_night(1, ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2"]),
-        (2, ["--mixed_precision", "bf16", "--batch_size", "16", "--gradient_accumulation_steps", "2"]),
+        at_night(2, ["--mixed_precision", "bf16", "--batch_size", "16", "--gradient_accumulation_steps", "2"]),
     ],
 )
 def test_digits_cnn(world_size: int, options: list[str], tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_gan(world_size: int, tmp_path: Path) -> None:
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "end"), [at_night(1, "SIGKILL"), (2, "SIGKILL"), (1, "SIGTERM")])
+@pytest.mark.parametrize(("world_size", "end"), [at_night(1, "SIGKILL"), (2, "SIGKILL"), at_night(1, "SIGTERM")])
 def test_resume(world_size: int, end: str, tmp_path: Path) -> None:
     """End a run in the middle, start it again, and compare with one that nobody ended."""
     launch = ("launch", "--cpu", "--num_processes", world_size)

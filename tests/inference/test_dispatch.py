@@ -21,12 +21,12 @@ from accelerate import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
+from accelerate.checkpoint.formats.mapping import is_mapped
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.inference.offload.mapping import is_mapped
 from accelerate.utils import find_tied_parameters, set_module_tensor_to_device
 from accelerate.utils.modeling import get_state_dict_offloaded_model, load_state_dict
 from tests.inference.models import Scaled, Tied, tied_model
-from tests.pretend_accelerator import device_module, on_a_pretend_accelerator
+from tests.simulated_accelerator import device_module, on_a_simulated_accelerator
 
 TOKENS = torch.arange(6)
 ALL = ("embedding", "layers", "norm", "head")
@@ -76,8 +76,8 @@ def _on_a_device(device_map: dict[str, Any], folder: Path) -> None:
         assert torch.equal(actual, expected)
 
 
-@on_a_pretend_accelerator
-def test_devices_host_and_disk_on_a_pretend_accelerator(tmp_path: Path) -> None:
+@on_a_simulated_accelerator
+def test_devices_host_and_disk_on_a_simulated_accelerator(tmp_path: Path) -> None:
     _on_a_device(spread(0, 0, 1, 0), tmp_path)
     _on_a_device(spread(0, "cpu", 1, "disk"), tmp_path)
     _on_a_device(spread("cpu", "disk", 1, "cpu"), tmp_path)
@@ -86,8 +86,8 @@ def test_devices_host_and_disk_on_a_pretend_accelerator(tmp_path: Path) -> None:
         _on_a_device(spread(0, "cpu", 1, 1), tmp_path)
 
 
-@on_a_pretend_accelerator
-def test_what_is_tied_is_on_a_device_once_on_a_pretend_accelerator(tmp_path: Path) -> None:
+@on_a_simulated_accelerator
+def test_what_is_tied_is_on_a_device_once_on_a_simulated_accelerator(tmp_path: Path) -> None:
     before = device_module.memory_allocated(0)
     model = tied_model(tokens=1000)
     dispatch_model(model, spread(0, 0, 0, 0), force_hooks=True)
@@ -99,8 +99,8 @@ def test_what_is_tied_is_on_a_device_once_on_a_pretend_accelerator(tmp_path: Pat
     assert find_tied_parameters(model) == [["embedding.weight", "head.weight"]]
 
 
-@on_a_pretend_accelerator
-def test_only_one_offloaded_layer_is_on_the_device_on_a_pretend_accelerator(tmp_path: Path) -> None:
+@on_a_simulated_accelerator
+def test_only_one_offloaded_layer_is_on_the_device_on_a_simulated_accelerator(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     layer = sum(p.nbytes for p in model[0].parameters())
     inputs = torch.randn(2, 64)
@@ -218,8 +218,8 @@ def test_what_cannot_run_is_refused_with_names(tmp_path: Path) -> None:
         dispatch_model(empty, {"": "cpu"})
 
 
-@on_a_pretend_accelerator
-def test_a_device_that_is_not_there_is_refused_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_a_device_that_is_not_there_is_refused_on_a_simulated_accelerator() -> None:
     with pytest.raises(ValueError, match="head on 5, and this machine has 2 of kind gpu"):
         dispatch_model(tied_model(), spread(0, 0, 0, 5))
 
@@ -293,8 +293,8 @@ def _is_sharded(checkpoint: Path) -> bool:
     return (checkpoint / "model.safetensors.index.json").exists()
 
 
-@on_a_pretend_accelerator
-def test_a_checkpoint_goes_to_devices_on_a_pretend_accelerator(tmp_path: Path) -> None:
+@on_a_simulated_accelerator
+def test_a_checkpoint_goes_to_devices_on_a_simulated_accelerator(tmp_path: Path) -> None:
     Accelerator(cpu=True).save_model(tied_model(), tmp_path / "model", max_shard_size="5KB")
     with init_empty_weights():
         model: nn.Module = Tied().eval()

@@ -21,8 +21,10 @@ from accelerate.utils.bnb import (
     get_keys_to_not_convert,
     get_parameter_device,
     get_quantized_model_device_map,
+    quantize_and_offload_8bit,
     replace_with_bnb_layers,
 )
+from accelerate.utils.offload import load_offloaded_weight
 from tests.sizes import sized
 
 WIDTH, WORDS = 128, 64
@@ -382,3 +384,27 @@ def test_layers_are_exchanged_and_quantise_when_they_move() -> None:
     inner = replace_with_bnb_layers(model().blocks, config("int8"), ["blocks.0"], ["blocks"])
     assert [type(block[0]).__name__ for block in inner] == ["Linear", "Linear8bitLt", "Linear8bitLt"]
     assert not has_4bit_bnb_layers(inner)
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_a_weight_is_quantised_into_a_folder_and_comes_back(is_quantised: bool, tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = nn.Sequential(bnb.nn.Linear8bitLt(32, 16, bias=False, has_fp16_weights=False))
+    torch.manual_seed(0)
+    weight = torch.randn(16, 32)
+    quantised = bnb.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False).to("cpu")
+    given = (quantised.data, quantised.SCB) if is_quantised else (weight, None)
+    index: dict[str, Any] = {}
+    quantize_and_offload_8bit(layer, given[0], "0.weight", torch.float16, tmp_path, index, given[1])
+    assert layer[0].weight.is_meta
+    assert index == {"0.weight": {"dtype": "int8", "shape": [16, 32]}, "0.SCB": {"dtype": "float32", "shape": [16]}}
+    stored = {name: load_offloaded_weight(tmp_path / f"{name}.dat", index[name]) for name in index}
+    restored = stored["0.weight"].float() * stored["0.SCB"].unsqueeze(1) / 127
+    assert (restored - weight).abs().max() < 0.02
+
+
+def test_other_weights_are_offloaded_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain, index = nn.Sequential(nn.Linear(2, 2)), {}
+    quantize_and_offload_8bit(plain, torch.ones(2), "0.bias", torch.float16, tmp_path, index, None)
+    assert index == {"0.bias": {"dtype": "float16", "shape": [2]}}

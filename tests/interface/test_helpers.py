@@ -15,7 +15,7 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.accelerator import get_state_dict_offloaded_model
 from accelerate.errors import UnsupportedSettingError
 from accelerate.utils import (
-    MegatronLMDummyScheduler,
+    MegatronLMDummyDataLoader,
     PrepareForLaunch,
     are_libraries_initialized,
     check_cuda_p2p_ib_support,
@@ -163,8 +163,8 @@ def test_the_place_of_a_process() -> None:
 
 
 def test_what_needs_megatron_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedSettingError, match="MegatronLMDummyScheduler"):
-        MegatronLMDummyScheduler(optimizer=None, total_num_steps=1)
+    with pytest.raises(UnsupportedSettingError, match="MegatronLMDummyDataLoader"):
+        MegatronLMDummyDataLoader(data_path="text")
 
 
 def _note_rank(folder: str) -> None:
@@ -179,6 +179,14 @@ def test_a_function_is_told_its_rank(tmp_path: Path) -> None:
     with patch_environment(**rendezvous):
         launched = PrepareForLaunch(_note_rank, distributed_type="MULTI_CPU")
         multiprocessing.start_processes(launched, args=(str(tmp_path),), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["3.0", "3.0"]
+
+
+def test_a_function_is_debugged_on_processes_that_meet_at_a_file(tmp_path: Path) -> None:
+    store = {"world_size": 2, "accelerate_debug_rdv_file": tmp_path / "store", "omp_num_threads": 1}
+    with patch_environment(**store, gloo_socket_ifname="lo"):
+        launched = PrepareForLaunch(_note_rank, debug=True)
+        multiprocessing.start_processes(launched, args=(str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["3.0", "3.0"]
 
 

@@ -23,7 +23,7 @@ from accelerate import (
     dispatch_model,
 )
 from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
-from accelerate.utils import CustomDtype, DeepSpeedPlugin, TorchDynamoPlugin
+from accelerate.utils import CustomDtype, DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
 
 from .facts import rows
 
@@ -33,7 +33,7 @@ LEFT_OUT = {
     ("ParallelismConfig", "_validate_accelerator"): "axolotl overwrites it for an axis of experts; prepare() has none",
     ("PartialState", "_prepare_backend"): "unsloth overwrites it; devices and backends are chosen in runtime/device.py",
 }
-MEMBERS = [row for row in rows("members_how.tsv") if row[0] != "MegatronLMPlugin"]  # an engine that is not here
+MEMBERS = rows("members_how.tsv")
 
 
 @cache
@@ -61,6 +61,7 @@ def objects(folder: str) -> dict[str, list[Any]]:
         "GradScalerKwargs": [GradScalerKwargs()],
         "HfDeepSpeedConfig": [deepspeed.hf_ds_config],
         "GradientState": [accelerator.gradient_state],
+        "MegatronLMPlugin": [MegatronLMPlugin()],
         "ModelHook(_hf_hook)": [away, SequentialHook(away), CpuOffload()],
         "ParallelismConfig": [ParallelismConfig()],
         "PartialState": [PartialState()],

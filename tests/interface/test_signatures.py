@@ -12,7 +12,6 @@ from .facts import LEFT_OUT, Signature, resolve, rows, signatures
 
 # Where the default differs, or a parameter is refused as a whole: each on purpose.
 DIFFERENT = {
-    "accelerate.utils.megatron_lm.MegatronLMDummyScheduler": "refuses whatever it is given",
     "accelerate.commands.config.default.default_command_parser": "parents may be left out",
     "accelerate.commands.config.update.update_command_parser": "parents may be left out",
 }

@@ -10,7 +10,7 @@ import pytest
 from accelerate.config.launch.settings import LaunchSettings
 from accelerate.launch import plan as planning
 from accelerate.launch.machines.cluster import Cluster
-from accelerate.launch.plan import Plan, make_plan
+from accelerate.launch.plan import Plan, make_plan, worker_command
 from accelerate.launch.processes.run import _export_flags
 from tests.recorded_machines import on_machine
 
@@ -45,6 +45,22 @@ def test_cores_are_shared_out_unless_somebody_chose(monkeypatch: pytest.MonkeyPa
     assert plan(num_processes=2, num_cpu_threads_per_process=7).threads == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert plan(num_processes=2).threads == 3
+
+
+def test_a_launch_on_tpus_leaves_the_processes_to_torch_xla() -> None:
+    made = plan(tpu=True, main_training_function="main", num_processes=8, mixed_precision="bf16", downcast_bf16=True)
+    assert (made.method, made.num_processes, made.device, made.notes) == ("exec", 1, "XLA devices", ())
+    assert (made.variables["USE_TORCH_XLA"], made.variables["XLA_DOWNCAST_BF16"]) == ("1", "1")
+    settings = LaunchSettings.resolve({"tpu": True, "main_training_function": "main", "num_processes": 8}, None)
+    command = worker_command(settings, ["train.py", "--lr", "1"], recorded=False)
+    assert command[1:] == ["-m", "accelerate.launch.processes.on_xla", "main", "8", "train.py", "--lr", "1"]
+
+
+def test_without_a_function_one_process_uses_all_tpus() -> None:
+    made = plan(tpu=True, num_processes=8, downcast_bf16=True)
+    assert "has no effect: one process uses all XLA devices" in made.notes[0]
+    assert "XLA_DOWNCAST_BF16" not in made.variables, "without bf16"
+    assert worker_command(LaunchSettings.resolve({"tpu": True}, None), ["a.py"], recorded=False)[1:] == ["a.py"]
 
 
 def test_restarts_need_somebody_who_watches() -> None:

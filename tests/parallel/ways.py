@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
@@ -75,19 +76,8 @@ def run(
         accelerator.resume(load_from)
     losses = []
     for _, (inputs, targets) in zip(range(steps), batches, strict=False):
-        positions = torch.arange(inputs.shape[1]).expand(inputs.shape[0], -1).contiguous()
-        everything = [inputs, targets, positions]
-        with (
-            accelerator.accumulate(net),
-            accelerator.maybe_context_parallel(
-                buffers=everything, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(everything)
-            ),
-        ):
-            if "pp" in way:
-                loss = accelerator.forward_backward(net, inputs, positions, target=targets, loss_fn=loss_of)
-            else:
-                loss = loss_of(net(inputs, positions), targets)
-                accelerator.backward(loss)
+        with accelerator.accumulate(net):
+            loss = passes(accelerator, way, net, inputs, targets)
             if clip is not None and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
@@ -96,6 +86,20 @@ def run(
     if save_to is not None:
         accelerator.save_state(save_to)
     return losses
+
+
+def passes(accelerator: Accelerator, way: str, net: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Run the forward and the backward pass of a batch, and return the loss of this process."""
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[0], -1).contiguous()
+    everything = [inputs, targets, positions]
+    with accelerator.maybe_context_parallel(
+        buffers=everything, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(everything)
+    ):
+        if "pp" in way:
+            return accelerator.forward_backward(net, inputs, positions, target=targets, loss_fn=loss_of)
+        loss = loss_of(net(inputs, positions), targets)
+        accelerator.backward(loss)
+        return loss
 
 
 def train(way: str, **options: Any) -> list[list[float]]:

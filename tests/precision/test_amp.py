@@ -98,7 +98,7 @@ def test_autocast_covers_code_outside_the_model() -> None:
         assert (a @ a).dtype == torch.bfloat16
     with accelerator.autocast(AutocastKwargs(enabled=False)):
         assert (a @ a).dtype == torch.float32
-    with Accelerator(cpu=True).autocast():
+    with Accelerator(cpu=True, mixed_precision="no").autocast():
         assert (a @ a).dtype == torch.float32
 
 

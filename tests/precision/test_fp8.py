@@ -251,7 +251,7 @@ def test_the_fp8_backend_is_reported() -> None:
     assert accelerator.ao_recipe_handler is recipe
     assert accelerator.mixed_precision == "fp8"
     assert accelerator.scaler is None
-    assert Accelerator(cpu=True).fp8_backend is FP8BackendType.NO
+    assert Accelerator(cpu=True, mixed_precision="no").fp8_backend is FP8BackendType.NO
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.launching import environment
 
 from .documents import DIRECTORY
@@ -52,8 +54,10 @@ def test_a_command_works_as_written(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text("mixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\n")
     variables = environment(tmp_path, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    ended = subprocess.run(
-        ["bash", "-c", filled_in(command)], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=110
+    words = shlex.split(filled_in(command))
+    assigned = dict(word.split("=") for word in itertools.takewhile(lambda word: word != "accelerate", words))
+    ended = warm.run(
+        words[len(assigned) :], cwd=tmp_path, env=variables | assigned, capture_output=True, text=True, timeout=110
     )
     assert ended.returncode == 0, ended.stderr
     asked_for_gpus = "--multi_gpu" in command

@@ -253,7 +253,7 @@ def test_variables_of_mlflow_go_before_arguments(monkeypatch: pytest.MonkeyPatch
 # --- a tracker that a client brings itself ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [at_night(1), 2])
+@pytest.mark.parametrize("processes", [at_night(1), at_night(2)])
 @pytest.mark.parametrize("name", [needs("swanlab")])
 def test_swanlabs_own_tracker_gets_every_loss_of_a_digits_classifier(name: str, processes: int, tmp_path: Path) -> None:
     program = Path(script.__file__).with_name("digits_script.py")

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import symbols
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
@@ -138,6 +139,11 @@ def import_everything() -> None:
         importlib.import_module(module.name)
 
 
+def find_every_name_of_torch() -> None:
+    if missing := symbols.missing():
+        raise AssertionError(f"torch {torch.__version__} has no {', '.join(missing)}")
+
+
 def resume_equals_going_on(**options: Any) -> None:
     """Save in the middle of an epoch; a new model that resumes there goes on as the first one did, to the bit."""
     with tempfile.TemporaryDirectory() as own:
@@ -203,6 +209,8 @@ def main() -> int:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {accelerate.__file__}", flush=True)
     with check("import every module"):
         import_everything()
+    with check("every name of torch that is used"):
+        find_every_name_of_torch()
     alone: list[float] = []
     with check("1 process: training, save and resume"):
         alone += losses_of()
@@ -212,6 +220,8 @@ def main() -> int:
         launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         launched("2 ranks by accelerate launch", *launch, __file__, json.dumps([alone, everything]))
+        launched("accelerate env", "-m", "accelerate.commands.accelerate_cli", "env")
+        launched("accelerate test", "-m", "accelerate.commands.accelerate_cli", "test", "--cpu", "--num_processes", "2")
         launched("2 ranks by torchrun", *torchrun, __file__, json.dumps([alone, ["DDP"]]))
         with check("8 ranks, dp_replicate x dp_shard x cp: the losses of one process"):
             PartialState._reset_state()

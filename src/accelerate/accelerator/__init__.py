@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from ..config.enums import DynamoBackend, RNGType
 from ..config.environment import TRACE_FOLDER, read, read_setting
-from ..config.origins import NOT_YET
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from ..config.plugins.handlers import (
@@ -35,11 +34,17 @@ from ..config.plugins.parallelism import ParallelismConfig as ParallelismConfig
 from ..config.settings import TrainingSettings
 from ..data.loaders.base import PreparedLoader
 from ..data.loaders.shard import DataLoaderShard
-from ..data.preparing import prepare_data_loader, samples_per_process, skip_first_batches
-from ..errors import UnsupportedSettingError
+from ..data.preparing import in_larger_batches, prepare_data_loader, samples_per_process, skip_first_batches
 from ..errors.callers import suggest_arguments, warn
 from ..logging import get_logger
-from ..optimizer import AcceleratedOptimizer, refuse_offloaded_weights, warn_of_foreign_optimizer
+from ..optimizer import (
+    AcceleratedOptimizer,
+    clip_gradients,
+    lomo_optimizers,
+    refuse_beside_lomo,
+    refuse_offloaded_weights,
+    warn_of_foreign_optimizer,
+)
 from ..parallel.base import Batch, Bundle, Steps
 from ..parallel.compilation import compiling
 from ..parallel.mesh.fsdp2 import fsdp2_apply_ac, fsdp2_prepare_model
@@ -53,9 +58,9 @@ from ..runtime.collectives.nested import leaves, recursively_apply
 from ..runtime.devices.memory import release_memory
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
-from ..state import AcceleratorState, shared_deepspeed_plugins
+from ..state import AcceleratorState, inherited_precision, shared_deepspeed_plugins
 from .accumulation import AccumulationWindow
-from .arguments import Handlers, compilation_in_code, one_of, refuse_unsupported
+from .arguments import Handlers, compilation_in_code, one_of
 from .checkpoint_methods import CheckpointMethods
 from .tracking_methods import TrackingMethods
 
@@ -79,14 +84,15 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         device_placement: Whether `prepare` moves models and batches to the device of this process.
         split_batches: Whether a loader's batch size is that of all processes together. It is a field of
             `dataloader_config`; given here, it overrides that field.
-        mixed_precision: The number format of forward passes: "no", "fp16", "bf16" or "fp8".
+        mixed_precision: The number format of forward passes: "no", "fp16", "bf16" or "fp8". A second Accelerator has
+            that of the first one, unless it is given here.
         gradient_accumulation_steps: Micro-batches per optimizer step, for loops that use `accumulate`.
         cpu: Whether to run on the CPU although there are accelerators.
         dataloader_config: How prepared loaders share out, order and copy their data.
         deepspeed_plugin: A `DeepSpeedPlugin`, which lets DeepSpeed run the training; or a dict of named ones.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`, which shards models over the processes.
-        torch_tp_plugin: Refused by this version. `parallelism_config` with `tp_size` asks for tensor parallelism.
-        megatron_lm_plugin: Refused by this version, which has no Megatron-LM engine.
+        torch_tp_plugin: A `TorchTensorParallelPlugin`: the older form of `parallelism_config` with `tp_size`.
+        megatron_lm_plugin: A `MegatronLMPlugin`, whose settings are translated to a mesh of torch's engines.
         rng_types: Generators that all processes set to the state of rank 0 when a loader begins: "torch", "cuda",
             "generator" (the loader's own), ... The default is "generator" alone.
         log_with: A tracker or a list of them: names such as "jsonl" or "wandb", "all", or objects of
@@ -131,10 +137,6 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        refuse_unsupported(
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-        )
         handlers = Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
         self.scaler_handler = handlers.take(GradScalerKwargs)
@@ -149,11 +151,14 @@ class Accelerator(CheckpointMethods, TrackingMethods):
 
         self.settings = TrainingSettings.from_arguments(
             mixed_precision=mixed_precision,
+            inherited_precision=inherited_precision(),
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             fsdp_plugin=fsdp_plugin,
             deepspeed_plugins=one_of(deepspeed_plugin, deepspeed_plugins) or shared_deepspeed_plugins(),
             parallelism_config=parallelism_config,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
             dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
         )
         self.state = AcceleratorState(
@@ -161,6 +166,8 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             cpu=cpu,
             dynamo_plugin=self.settings.compilation,
             deepspeed_plugin=self.settings.deepspeed,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=self.settings.megatron,
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
@@ -307,9 +314,9 @@ class Accelerator(CheckpointMethods, TrackingMethods):
                 data_loader.gradient_state = self.gradient_state
                 self._dataloaders.append(data_loader)
             return data_loader
-        config = self.dataloader_config
+        config, megatron = self.dataloader_config, self.settings.megatron
         prepared = prepare_data_loader(
-            data_loader,
+            data_loader if megatron is None else in_larger_batches(data_loader, megatron.num_micro_batches or 1),
             self.device,
             num_processes=self.strategy.num_data_ranks,
             process_index=self.strategy.data_rank,
@@ -328,6 +335,9 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         prepared.gradient_state = self.gradient_state
         prepared.group = self.strategy.data_group
         self._dataloaders.append(prepared)
+        if megatron is not None:
+            sizes = [loader.total_batch_size // loader.num_processes for loader in self._dataloaders]
+            megatron.note_batch_sizes(sizes, self.strategy.num_data_ranks)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -417,6 +427,8 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         wrapped.gradient_state = self.gradient_state
         if not self.strategy.capabilities.owns_scaling:  # an engine keeps the gradients elsewhere
             wrapped.before_first_step = partial(warn_of_foreign_optimizer, models=self._models)
+        if self.settings.megatron is not None and (max_norm := self.settings.megatron.max_norm) is not None:
+            wrapped.before_step = partial(clip_gradients, max_norm=max_norm, clip=self.strategy.clip_grad_norm)
         self._optimizers.append(wrapped)
         return wrapped
 
@@ -526,16 +538,14 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         Args:
             loss: A mean, or with `num_items` a sum.
             num_items: How many items `loss` sums over on this process: a number, or a tensor on the device.
-            **kwargs: Arguments of `Tensor.backward`.
+            **kwargs: Arguments of `Tensor.backward`; or `learning_rate`, for LOMO optimizers, which step here.
         """
         if not self._optimizers:
             self._warn_that_no_optimizer_obeys()
         if "learning_rate" in kwargs:
-            raise UnsupportedSettingError(
-                "backward(learning_rate=...)",
-                f"it is for LOMO optimizers, which step inside the backward pass, and {NOT_YET}",
-                "Use another optimizer.",
-            )
+            refuse_beside_lomo(num_items, self.scaler, kwargs)
+            self.lomo_backward(self._share_of_mean(loss), kwargs["learning_rate"])
+            return
         clock = phases.clock
         if clock is not None:
             clock.enter(phases.BACKWARD)
@@ -546,6 +556,16 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             self.strategy.backward(self._share_of_mean(loss), **kwargs)
         if clock is not None:
             clock.enter(phases.OTHER)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Compute gradients and update parameters at once, by the optimizers that do so: LOMO and AdaLomo.
+
+        Args:
+            loss: The mean over the micro-batch.
+            learning_rate: The learning rate of this step.
+        """
+        for optimizer in lomo_optimizers(self._optimizers):
+            optimizer.fused_backward(loss, learning_rate)
 
     def forward_backward(
         self,
@@ -639,6 +659,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
     def _gradients_are_final(self, operation: str) -> bool:
         """Unscale gradients that are complete; warn where they still accumulate: clipping parts is not clipping."""
         if self.gradient_state.sync_gradients:
+            self.strategy.complete_gradients()
             self.unscale_gradients()
             return True
         logger.warning_once(

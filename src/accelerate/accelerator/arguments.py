@@ -39,13 +39,6 @@ class Handlers:
             raise UnsupportedSettingError(f"kwargs_handlers=[{kind.__name__}()]", NOT_YET, "Leave it out.")
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for an argument of the published interface that has no effect in this version."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedSettingError(f"Accelerator({name}=...)", NOT_YET, "Leave it out.")
-
-
 def one_of(deepspeed_plugin: Any, deepspeed_plugins: Any) -> Any:
     """Return the DeepSpeed plugins, which are given in one of two arguments."""
     if deepspeed_plugin is not None and deepspeed_plugins is not None:

@@ -249,7 +249,7 @@ class CheckpointMethods(ProcessMethods):
     def save_if_preempted(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """Save and leave if the run was asked to, by SIGTERM or by a file `PREEMPT` in the project folder.
 
-        All processes call it, as the last thing of a step, and agree, which costs one small message per call. The
+        All processes call it, as the last thing of a step, and agree about once per second, or at every 20th call. The
         program ends with exit code 75, which `accelerate launch` and a batch system take as "start me again".
 
         Args:

@@ -22,6 +22,7 @@ from ..errors import REQUEUE_EXIT_CODE
 from ..parallel.base import Strategy
 from ..parallel.modules.dtensors import any_dtensor, gathered
 from ..parallel.modules.unwrapping import extract_model_from_parallel
+from ..runtime.devices import device as devices
 from ..runtime.group.runtime import Runtime
 from ..runtime.loop.progress import while_slow
 from ..runtime.loop.random import set_seed
@@ -366,6 +367,7 @@ class Checkpointer:
         return [owners.get(id(state), models[min(index, last)]) for index, state in enumerate(weights)], weights
 
     def _finish(self, engine: CheckpointEngine, draft: Draft) -> None:
+        self.staging.synchronize()
         with self.announcements.announcing_failure(draft.save) if draft.save else nullcontext():
             engine.finish(draft, lambda: self.announcements.wait_for_files(draft.save) if draft.save else None)
         if draft.save:
@@ -386,7 +388,12 @@ class Checkpointer:
 
     def _background_thread(self) -> ThreadPoolExecutor:
         if self._background is None:
-            self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._background = ThreadPoolExecutor(
+                max_workers=1,
+                thread_name_prefix="checkpoint",
+                initializer=devices.activate,  # the current device of a new thread is the first one
+                initargs=(self.runtime.device,),
+            )
             atexit.register(self.wait)
         return self._background
 
@@ -493,8 +500,7 @@ class Checkpointer:
         """Return why the run is requested to stop, or None; all ranks get the same answer."""
         if self._preemption is None:
             self._preemption = Preemption(self.project.project_dir)
-        reasons = self.engine.group.gather(self._preemption.requested())
-        return next((reason for reason in reasons if reason is not None), None)
+        return self._preemption.agreed(self.engine.group.gather)
 
     def exit_preempted(self, path: str, reason: str) -> NoReturn:
         """Log the saved checkpoint, and exit with the code that requests a restart."""

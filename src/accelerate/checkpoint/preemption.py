@@ -6,21 +6,30 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 TRIGGER_FILE = "PREEMPT"
 SECONDS_BETWEEN_CHECKS = 1.0
+MOST_CALLS_BETWEEN_CHECKS = 20
+"""Steps may become slow after fast ones; so many of them, at most, pass before the ranks ask each other again."""
 
 
 class Preemption:
-    """Detect a preemption request on this process. The caller agrees on it with the other ranks."""
+    """Detect a preemption request on any rank.
+
+    Asking the others blocks the host until they have come to the same step. The ranks therefore ask about once per
+    second, at calls that they have agreed on by the measured time of a step.
+    """
 
     def __init__(self, project_dir: str | None) -> None:
         self.reason: str | None = None
         self.trigger = Path(project_dir) / TRIGGER_FILE if project_dir is not None else None
         self._next_check = 0.0
+        self._calls = self._calls_between_checks = 1
+        self._last_agreement = time.monotonic()
         self._previous_handler: Any = None
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
@@ -29,6 +38,21 @@ class Preemption:
         self.reason = "SIGTERM"
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
+
+    def agreed(self, gather: Callable[[tuple[str | None, float]], list[tuple[str | None, float]]]) -> str | None:
+        """Return what requests any rank to stop, or None; the same on all ranks, which call this equally often.
+
+        `gather` returns the items of all ranks.
+        """
+        self._calls -= 1
+        if self._calls > 0:
+            return None
+        answers = gather((self.requested(), time.monotonic() - self._last_agreement))
+        self._last_agreement = time.monotonic()
+        seconds = max(seconds for _, seconds in answers) / self._calls_between_checks
+        wanted = int(SECONDS_BETWEEN_CHECKS / max(seconds, 1e-9))
+        self._calls = self._calls_between_checks = min(max(wanted, 1), MOST_CALLS_BETWEEN_CHECKS)
+        return next((reason for reason, _ in answers if reason is not None), None)
 
     def requested(self) -> str | None:
         """Return what requests this process to stop, or None."""

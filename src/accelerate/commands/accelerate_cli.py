@@ -13,6 +13,7 @@ MODULE_OF = {
     "estimate-memory": ".models.estimate_memory",
     "merge-weights": ".models.merge_weights",
     "report": ".views.report",
+    "tpu-config": ".config.tpu",
     "verify-resume": ".verify.resume",
     "watch": ".views.watch",
 }

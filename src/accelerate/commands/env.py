@@ -29,6 +29,11 @@ def add_parser(verbs: Any) -> None:
 
 def env_command(args: argparse.Namespace) -> None:
     """Print one line per fact."""
+    print(facts_as_text(getattr(args, "config_file", None)))
+
+
+def facts_as_text(config_file: str | None) -> str:
+    """Return one line per fact of this machine, and per setting of a configuration file."""
     import numpy
     import torch
 
@@ -37,7 +42,7 @@ def env_command(args: argparse.Namespace) -> None:
     from ..runtime.process import ProcessInfo
 
     cores, usable = count_cores(), len(machine.usable_cores())
-    facts: dict[str, Any] = {
+    found: dict[str, Any] = {
         "accelerate": f"{__version__} (independent 2.x implementation)",
         "Python": f"{platform.python_version()} ({sys.executable})",
         "PyTorch": torch.__version__,
@@ -50,12 +55,12 @@ def env_command(args: argparse.Namespace) -> None:
     }
     variables = [*(name for names in VISIBLE_DEVICES.values() for name in names), *_NCCL_VARIABLES]
     variables += [name for name, _ in SETTING_VARIABLES.values()]
-    facts |= {name: value for name in variables if (value := read(name)) is not None}
-    config = find_config(getattr(args, "config_file", None))
-    facts["Configuration file"] = config.path if config is not None else f"none ({default_config_path()})"
-    facts |= {f"  {key}": value for key, value in (config.contents.items() if config is not None else ())}
-    width = max(map(len, facts))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+    found |= {name: value for name in variables if (value := read(name)) is not None}
+    config = find_config(config_file)
+    found["Configuration file"] = config.path if config is not None else f"none ({default_config_path()})"
+    found |= {f"  {key}": value for key, value in (config.contents.items() if config is not None else ())}
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
 
 
 _NCCL_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -71,15 +76,25 @@ def _accelerators() -> str:
 
 
 def _driver() -> dict[str, str]:
-    """Return the line of NVIDIA's driver, where there is one."""
+    """Return the lines of NVIDIA's driver and of TF32, where there is a GPU of theirs."""
     from ..runtime.devices import nvidia
 
     if not nvidia.is_present():
         return {}
     try:
-        return {"NVIDIA driver": nvidia.driver_version()}
+        driver = nvidia.driver_version()
     except RuntimeError as error:
-        return {"NVIDIA driver": f"unknown ({error})"}
+        driver = f"unknown ({error})"
+    return {"NVIDIA driver": driver, "TF32": _tf32()}
+
+
+def _tf32() -> str:
+    """Tell which operations on fp32 tensors compute in TF32, by torch's own settings."""
+    import torch
+
+    matmul = torch.get_float32_matmul_precision() != "highest"
+    convolutions = bool(torch.backends.cudnn.allow_tf32)
+    return f"matrix products {'yes' if matmul else 'no'}, convolutions {'yes' if convolutions else 'no'}"
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ from ..config.launch.parser import add_options, explicit_options, verb_parser
 from ..config.launch.settings import LaunchSettings
 from ..errors import LaunchError
 
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch")
+"""The words that start a launch in a process of its own."""
 _DESCRIPTION = "Start a script on one process or many. The script's own arguments follow it."
 
 

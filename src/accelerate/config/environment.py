@@ -38,24 +38,26 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "dynamo_use_dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", bool),
     "dynamo_use_fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", bool),
     "dynamo_use_regional_compilation": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", bool),
+    "fp8_amax_compute_algo": ("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", str),
+    "fp8_amax_history_len": ("ACCELERATE_FP8_AMAX_HISTORY_LEN", int),
     "fp8_backend": ("ACCELERATE_FP8_BACKEND", str),
     "fp8_enable_fsdp_float8_all_gather": ("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", bool),
+    "fp8_format": ("ACCELERATE_FP8_FORMAT", str),
+    "fp8_interval": ("ACCELERATE_FP8_INTERVAL", int),
+    "fp8_margin": ("ACCELERATE_FP8_MARGIN", int),
     "fp8_pad_inner_dim": ("ACCELERATE_FP8_PAD_INNER_DIM", bool),
+    "fp8_use_autocast_during_eval": ("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", bool),
     "fork_launched": ("FORK_LAUNCHED", bool),
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
     "hang_seconds": ("ACCELERATE_HANG_SECONDS", float),
     "log_level": ("ACCELERATE_LOG_LEVEL", str),
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION", str),
+    "use_torch_xla": ("USE_TORCH_XLA", bool),
 }
-
-# Engines that the published variables can ask for and that this version refuses by name.
-ENGINE_VARIABLES: Mapping[str, str] = {
-    "Megatron-LM": "ACCELERATE_USE_MEGATRON_LM",
-}
-
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+USE_MEGATRON = "ACCELERATE_USE_MEGATRON_LM"
 USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 # Field of the plugin -> the published variable.
@@ -92,12 +94,46 @@ DEEPSPEED_VARIABLES: Mapping[str, str] = {
     "transformer_moe_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 
-# Field of `ParallelismConfig` (or of its `cp_handler`) -> type; the published variable is the field in capitals.
+# Field of `ParallelismConfig` (or of its handlers) -> type; the published variable is the field in capitals.
 PARALLELISM_FIELDS: Mapping[str, type] = {
     **{f"{axis}_size": int for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sp")},
     "cp_backend": str,
     "sp_backend": str,
     "cp_comm_strategy": str,
+    "sp_seq_length": int,
+    "sp_seq_length_is_variable": bool,
+    "sp_attn_implementation": str,
+}
+
+# Field of `MegatronLMPlugin` -> type; the published variable is MEGATRON_LM_ and the field in capitals.
+MEGATRON_FIELDS: Mapping[str, type] = {
+    "tp_degree": int,
+    "pp_degree": int,
+    "num_micro_batches": int,
+    "gradient_clipping": float,
+    "sequence_parallelism": bool,
+    "recompute_activations": bool,
+    "use_distributed_optimizer": bool,
+    "use_custom_fsdp": bool,
+    "no_load_optim": bool,
+    "no_save_optim": bool,
+    "eod_mask_loss": bool,
+    "optimizer_cpu_offload": bool,
+    "overlap_cpu_optimizer_d2h_h2d": bool,
+    "use_precision_aware_optimizer": bool,
+    "decoder_last_pipeline_num_layers": int,
+    "recompute_granularity": str,
+    "recompute_method": str,
+    "recompute_num_layers": int,
+    "attention_backend": str,
+    "expert_model_parallel_size": int,
+    "expert_tensor_parallel_size": int,
+    "context_parallel_size": int,
+    "attention_dropout": float,
+    "hidden_dropout": float,
+    "attention_softmax_in_fp32": bool,
+    "calculate_per_token_loss": bool,
+    "use_rotary_position_embeddings": bool,
 }
 
 
@@ -120,13 +156,24 @@ def read_deepspeed() -> dict[str, str]:
     return {field: os.environ[name] for field, name in DEEPSPEED_VARIABLES.items() if os.environ.get(name)}
 
 
+def asks_for_megatron() -> bool:
+    """Return whether the environment asks for Megatron-LM."""
+    return bool(_read_as(USE_MEGATRON, bool))
+
+
+def read_megatron() -> dict[str, Any]:
+    """Return the fields of the Megatron-LM plugin that the environment sets."""
+    names = {field: f"MEGATRON_LM_{field.upper()}" for field in MEGATRON_FIELDS}
+    return {field: _read_as(name, MEGATRON_FIELDS[field]) for field, name in names.items() if os.environ.get(name)}
+
+
 def asks_for_parallelism() -> bool:
     """Return whether the environment asks for a mesh."""
     return bool(_read_as(USE_PARALLELISM, bool))
 
 
 def read_parallelism(field: str) -> Any:
-    """Return a field of `ParallelismConfig` or of its `cp_handler` from the environment, or None where it sets none."""
+    """Return a field of `ParallelismConfig` or of its handlers from the environment, or None where it sets none."""
     name = f"PARALLELISM_CONFIG_{field.upper()}"
     return _read_as(name, PARALLELISM_FIELDS[field]) if os.environ.get(name) else None
 
@@ -166,14 +213,6 @@ CHECK_FAILED_CODE = 3
 
 # The folder for the trace of a run, set by `accelerate verify-resume`.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
-
-
-def requested_engine() -> tuple[str, str] | None:
-    """Return (engine, variable) if the environment asks for an engine other than plain data parallelism."""
-    for engine, variable in ENGINE_VARIABLES.items():
-        if _read_as(variable, bool):
-            return engine, variable
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +302,10 @@ VISIBLE_DEVICES: Mapping[str, tuple[str, ...]] = {
     "sdaa": ("SDAA_VISIBLE_DEVICES",),
     "hpu": ("HABANA_VISIBLE_MODULES",),
     "neuron": ("NEURON_RT_VISIBLE_CORES",),
+    "tpu": ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"),
 }
+# What torch_tpu's processes have to know of the chips of all processes.
+TPU_LAUNCH_VARIABLES = ("TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_XPROF_SESSION_ID")
 SLURM_GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"
 SLURM_CPU_BIND_TYPE = "SLURM_CPU_BIND_TYPE"
 # The GPUs of a job on this node, as the driver numbers them. CUDA_VISIBLE_DEVICES may number those of the job only.

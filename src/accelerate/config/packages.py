@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -31,6 +31,17 @@ def has_package(name: str) -> bool:
         return False
     except ValueError:  # a module in sys.modules without a spec
         return True
+
+
+def depends_on(package: str, dependency: str) -> bool:
+    """Return whether an installed package says in its metadata that it needs another one."""
+    import re
+
+    try:
+        needed = requires(package) or ()
+    except PackageNotFoundError:
+        return False
+    return any(re.match(rf"{re.escape(dependency)}(?![\w.-])", each) is not None for each in needed)
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:

@@ -6,19 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UnsupportedSettingError
 from .enums import PrecisionType
-from .environment import (
-    asks_for_deepspeed,
-    asks_for_parallelism,
-    read_fsdp,
-    requested_engine,
-)
-from .origins import NOT_YET, Resolved, resolve
+from .environment import asks_for_deepspeed, asks_for_megatron, asks_for_parallelism, read_fsdp
+from .origins import Resolved, resolve
 from .plugins.compilation import SETTING_OF_FIELD, TorchDynamoPlugin
 from .plugins.deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .plugins.handlers import GradientAccumulationPlugin
-from .plugins.parallelism import ParallelismConfig
+from .plugins.megatron import MegatronLMPlugin
+from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.sharding import FullyShardedDataParallelPlugin
 
 
@@ -38,6 +33,8 @@ class TrainingSettings:
     """The DeepSpeed plugins by name, if DeepSpeed trains."""
     parallelism: ParallelismConfig | None
     """The axes of the device mesh, if given."""
+    megatron: MegatronLMPlugin | None
+    """Megatron-LM's settings, which `sharding` and `parallelism` are translated from, if given."""
     origins: Mapping[str, str]
     """Field name -> where its value came from."""
 
@@ -46,20 +43,22 @@ class TrainingSettings:
         cls,
         *,
         mixed_precision: str | None,
+        inherited_precision: str | None = None,
         gradient_accumulation_steps: int,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         fsdp_plugin: Any = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | DeepSpeedPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
     ) -> TrainingSettings:
         """Resolve the arguments of `Accelerator` against the environment."""
         deepspeed = resolve_deepspeed(deepspeed_plugins)
-        precision = resolve("mixed_precision", mixed_precision, "no")
+        precision = _precision(mixed_precision, inherited_precision)
         if deepspeed is not None:
             precision = _agreed_precision(precision, deepspeed)
         check_precision(str(precision.value), precision.origin)
-        refuse_requested_engine()
         if gradient_accumulation_plugin is not None:
             if gradient_accumulation_steps != 1:
                 raise ValueError(
@@ -78,17 +77,24 @@ class TrainingSettings:
             plugin, origin = GradientAccumulationPlugin(num_steps=steps.value), steps.origin
         if not isinstance(plugin.num_steps, int) or plugin.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be 1 or more, not {plugin.num_steps!r} ({origin}).")
-        if fsdp_plugin is not None and not isinstance(fsdp_plugin, FullyShardedDataParallelPlugin):
-            found = type(fsdp_plugin).__name__
-            raise TypeError(f"`fsdp_plugin` must be a FullyShardedDataParallelPlugin object, not a {found}.")
+        _check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        _check_type("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
+        _check_type("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
+        sharding = fsdp_plugin or _sharding_from_environment()
+        parallelism = _mesh(parallelism_config, torch_tp_plugin)
+        megatron = megatron_lm_plugin or (MegatronLMPlugin() if asks_for_megatron() else None)
+        if megatron is not None:
+            _refuse_beside_megatron(sharding, deepspeed, parallelism)
+            sharding, parallelism = megatron.sharding(), megatron.parallelism()
         compilation, compilation_origins = resolve_compilation(dynamo_plugin)
         return cls(
             mixed_precision=str(PrecisionType(str(precision.value))),
             gradient_accumulation=plugin,
             compilation=compilation,
-            sharding=fsdp_plugin or _sharding_from_environment(),
+            sharding=sharding,
             deepspeed=deepspeed,
-            parallelism=parallelism_config or (ParallelismConfig() if asks_for_parallelism() else None),
+            parallelism=parallelism,
+            megatron=megatron,
             origins={
                 "mixed_precision": precision.origin,
                 "gradient_accumulation_steps": origin,
@@ -158,8 +164,41 @@ def _agreed_accumulation(steps: Resolved, plugins: Mapping[str, DeepSpeedPlugin]
     return steps
 
 
+def _precision(in_code: str | None, inherited: str | None) -> Resolved:
+    if in_code is None and inherited is not None:
+        return Resolved(value=inherited, origin="the Accelerator before this one")
+    return resolve("mixed_precision", in_code, "no")
+
+
 def _is_explicit(value: Resolved) -> bool:
     return not value.origin.endswith("default")
+
+
+def _check_type(argument: str, given: Any, expected: type) -> None:
+    if given is not None and not isinstance(given, expected):
+        raise TypeError(f"`{argument}` must be a {expected.__name__} object, not a {type(given).__name__}.")
+
+
+def _mesh(config: ParallelismConfig | None, tp_plugin: TorchTensorParallelPlugin | None) -> ParallelismConfig | None:
+    if tp_plugin is None:
+        return config or (ParallelismConfig() if asks_for_parallelism() else None)
+    if config is not None:
+        raise ValueError(
+            "Accelerator was given torch_tp_plugin and parallelism_config: say it in one place, "
+            f"ParallelismConfig(tp_size={tp_plugin.tp_size}, ...)."
+        )
+    return tp_plugin.parallelism()
+
+
+def _refuse_beside_megatron(sharding: object, deepspeed: object, parallelism: object) -> None:
+    """Refuse two settings that both say how the processes are used."""
+    others = {"FSDP": sharding, "DeepSpeed": deepspeed, "a ParallelismConfig or a torch_tp_plugin": parallelism}
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"Megatron-LM's settings and {name} both say how a model is distributed: leave one of them out. "
+                "What the fields of MegatronLMPlugin become is in its translation()."
+            )
 
 
 def _sharding_from_environment() -> FullyShardedDataParallelPlugin | None:
@@ -173,11 +212,3 @@ def check_precision(name: str, origin: str) -> None:
         raise ValueError(
             f"Unknown mixed_precision mode: {name} (from {origin}). Choose one of {', '.join(PrecisionType.list())}."
         )
-
-
-def refuse_requested_engine() -> None:
-    """Raise if the environment asks for an engine that is not supported, instead of silently running DDP."""
-    requested = requested_engine()
-    if requested is not None:
-        engine, variable = requested
-        raise UnsupportedSettingError(f"{variable}=true", f"it asks for {engine}, and {NOT_YET}", f"Unset {variable}.")

@@ -49,6 +49,21 @@ def samples_per_process(loader: DataLoader[Any], num_processes: int, split_batch
     return own // num_processes if own is not None and split_batches else own
 
 
+def in_larger_batches(loader: DataLoader[Any], times: int) -> DataLoader[Any]:
+    """Return a loader like this one, each of whose batches has as many samples as `times` of this one's."""
+    if times == 1:
+        return loader
+    if loader.batch_size is None:
+        raise ValueError(
+            f"This data loader makes its batches itself (batch_size=None), so {times} micro-batches cannot be made of "
+            "one: give it a batch_size, that of one micro-batch."
+        )
+    options = loader_options(loader) | {"batch_size": loader.batch_size * times, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, **options)
+
+
 def prepare_data_loader(
     dataloader: DataLoader[Any],
     device: torch.device | None = None,

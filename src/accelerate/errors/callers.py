@@ -114,6 +114,6 @@ def _install_folders() -> tuple[str, ...]:
 def _library_folders() -> tuple[str, ...]:
     import sysconfig
 
-    torch = find_spec("torch")  # without importing it
-    torch_folder = os.path.dirname(torch.origin) if torch is not None and torch.origin else PACKAGE
+    found = find_spec("torch")  # without importing it
+    torch_folder = os.path.dirname(found.origin) if found is not None and found.origin else PACKAGE
     return tuple(os.path.join(folder, "") for folder in (PACKAGE, STDLIB, sysconfig.get_path("scripts"), torch_folder))

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from ..config.plugins.quantization import BnbQuantizationConfig
 from ..errors.callers import warn
-from ..runtime.devices.device import accelerator_type
+from ..runtime.devices.device import accelerator_type, default_device
 from ..runtime.loop.progress import progress
 from ..runtime.modules import owner_of
 from .offload.lazy_files import LazyModelFiles
-from .tensors import as_device, find_tied_parameters, find_tied_tensors, get_non_persistent_buffers
+from .offload.weights import offload_weight
+from .tensors import (
+    as_device,
+    find_tied_parameters,
+    find_tied_tensors,
+    get_non_persistent_buffers,
+    set_module_tensor_to_device,
+)
 
 _BLOCK_SIZE = 64
 _CODEBOOK_SIZE = 16
@@ -127,6 +134,33 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 # --- Which layers, and how large --------------------------------------------------------------------------------------
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: Tensor,
+    param_name: str,
+    new_dtype: torch.dtype | None,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: Tensor | None,
+) -> None:
+    """Write a weight of an 8-bit layer of bitsandbytes into a folder, with its row scales, and leave none in the model.
+
+    With `fp16_statistics`, the row scales, `param` is quantised already. The scales are named as the weight, with `SCB`
+    for `weight`. `set_module_tensor_to_device(..., fp16_statistics=...)` puts both back.
+    """
+    weight = param if new_dtype is None or not param.is_floating_point() else param.to(new_dtype)
+    owner, own = owner_of(model, param_name)
+    quantises = fp16_statistics is None and isinstance(getattr(owner, own), _bitsandbytes().nn.Int8Params)
+    if quantises:
+        quantised = _bitsandbytes().nn.Int8Params(weight.contiguous(), requires_grad=False, has_fp16_weights=False)
+        quantised = quantised.to(default_device())
+        weight, fp16_statistics = quantised.data, quantised.SCB
+    offload_weight(weight, param_name, offload_folder, index=offload_index)
+    if fp16_statistics is not None:
+        offload_weight(fp16_statistics, param_name.replace("weight", "SCB"), offload_folder, index=offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", value=torch.empty(param.shape), dtype=new_dtype)
 
 
 def layers_to_convert(model: nn.Module, config: BnbQuantizationConfig | None = None) -> dict[str, nn.Linear]:

@@ -10,9 +10,9 @@ def count_accelerators() -> int:
     # Without a device file of any driver there is no accelerator, and torch need not be imported.
     if machine.PLATFORM == "linux" and not machine.has_device_files(*machine.DEVICE_FILES):
         return 0
-    from ..runtime.devices import device
+    from ..runtime.devices import device, xla
 
-    return device.count()
+    return 1 if xla.is_used() else device.count()  # one process drives all XLA devices of a host
 
 
 def count_cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, rem
     lines = [f"  - {remark}" for remark in remarks]
     try:
         settings.refuse_missing_engines(config)
+        if (megatron := settings.megatron()) is not None:
+            sections.append(_table("Megatron-LM's settings, on torch's engines", megatron.translation()))
     except UnsupportedSettingError as refusal:
         lines.append(f"  - this launch would be refused: {refusal}")
     if lines:
@@ -60,9 +63,11 @@ def _effective(settings: LaunchSettings, plan: Plan) -> list[tuple[str, str, str
 
 
 def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) -> list[tuple[str, str, str]]:
-    steps = settings.gradient_accumulation_steps or 1
+    steps = (settings.gradient_accumulation_steps or 1) * _micro_batches(settings)
+    shares = max(1, plan.num_processes // _processes_per_sample(settings))
+    who = "processes" if shares == plan.num_processes else "groups of processes with the same samples"
     source = str(config.path) if config is not None else f"none ({default_config_path()} does not exist)"
-    factor = plan.num_processes * steps
+    factor = shares * steps
     return [
         ("configuration file", source, ""),
         ("method", _METHODS[plan.method], ""),
@@ -72,11 +77,26 @@ def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) 
         ("command", shlex.join(worker_command(settings, plan.script, recorded=False)), ""),
         (
             "one optimizer step",
-            f"{plan.num_processes} processes x {steps} micro-batches x the loader's batch size = "
-            f"{factor} x batch_size samples",
+            f"{shares} {who} x {steps} micro-batches x the loader's batch size = {factor} x batch_size samples",
             "unless the script sets gradient_accumulation_steps or split_batches",
         ),
     ]
+
+
+def _processes_per_sample(settings: LaunchSettings) -> int:
+    """Return how many processes work on the same samples, by the axes of a mesh."""
+    values = {name: item.value for name, item in settings.resolved.items()}
+    names = []
+    if values["use_parallelism_config"]:
+        names += [f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "pp")]
+    if values["use_megatron_lm"]:
+        names += [f"megatron_lm_{name}" for name in ("tp_degree", "context_parallel_size", "pp_degree")]
+    return math.prod(values[name] or 1 for name in names)
+
+
+def _micro_batches(settings: LaunchSettings) -> int:
+    used = settings.resolved["use_megatron_lm"].value
+    return int(settings.resolved["megatron_lm_num_micro_batches"].value or 1) if used else 1
 
 
 def _variables(plan: Plan) -> list[tuple[str, str, str]]:

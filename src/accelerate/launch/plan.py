@@ -72,6 +72,8 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     variables |= _device_variables(settings, accelerators)
+    variables |= _topology_variables(method, here, machines, accelerators, origins)
+    variables |= _xla_variables(settings)
     variables |= _network_variables(method, machines, address, origins)
     variables |= _head_variables(cluster)
     variables |= _nccl_variables(method, accelerators, cluster, origins, notes)
@@ -91,7 +93,7 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         port=port,
         port_is_free=port_is_free,
         backend="c10d" if settings.nnodes is not None else settings.rdzv_backend,
-        device="CPU" if accelerators == 0 else f"{accelerators} accelerators",
+        device=_device(settings, accelerators),
         threads=threads,
         variables=variables,
         origins=origins,
@@ -116,8 +118,20 @@ def _device_variables(settings: LaunchSettings, accelerators: int) -> dict[str, 
     return {variable: str(settings.gpu_ids)}
 
 
+def _topology_variables(
+    method: str, here: int, machines: int, accelerators: int, origins: dict[str, str]
+) -> dict[str, str]:
+    if method != "elastic" or not accelerators:
+        return {}
+    from ..runtime.devices.device import launch_variables
+
+    found = launch_variables(machines, here)
+    origins.update(dict.fromkeys(found, "torch_tpu, for the chips of this launch"))
+    return found
+
+
 def _network_variables(method: str, machines: int, address: str, origins: dict[str, str]) -> dict[str, str]:
-    from .machines.network import interface_towards
+    from ..runtime.group.network import interface_towards
 
     if method != "elastic" or machines == 1:  # srun and mpirun would export the name to machines that have others
         return {}
@@ -237,6 +251,14 @@ def _processes_here(
     origins: dict[str, str],
     notes: list[str],
 ) -> int:
+    if settings.resolved["tpu"].value:
+        if (settings.num_processes or 1) > 1 and not settings.resolved["main_training_function"].value:
+            notes.append(
+                f"num_processes = {settings.num_processes} ({settings.origin('num_processes')}) has no effect: one "
+                "process uses all XLA devices. --main_training_function FUNCTION starts one for every device."
+            )
+        origins["num_processes"] = "one for all XLA devices, or what torch_xla starts"
+        return 1
     ids = _gpu_ids(settings)
     if (settings.multi_gpu or ids) and accelerators == 0:
         asked = settings.origin("multi_gpu") if settings.multi_gpu else settings.origin("gpu_ids")
@@ -254,6 +276,20 @@ def _processes_here(
         return cluster.tasks_per_machine
     origins["num_processes"] = "default: one per machine without accelerators"
     return 1
+
+
+def _device(settings: LaunchSettings, accelerators: int) -> str:
+    if settings.resolved["tpu"].value:
+        return "XLA devices"
+    return "CPU" if accelerators == 0 else f"{accelerators} accelerators"
+
+
+def _xla_variables(settings: LaunchSettings) -> dict[str, str]:
+    """Return the variables of torch_xla."""
+    if not settings.resolved["tpu"].value:
+        return {}
+    downcasts = settings.resolved["downcast_bf16"].value and settings.mixed_precision == "bf16"
+    return {"USE_TORCH_XLA": "1", **({"XLA_DOWNCAST_BF16": "1"} if downcasts else {})}
 
 
 def _gpu_ids(settings: LaunchSettings) -> list[str]:
@@ -329,5 +365,9 @@ def worker_command(settings: LaunchSettings, script: Sequence[str], *, recorded:
     """Return the command of one process; with `recorded`, it runs under `worker.py`, which writes how it ended."""
     if settings.no_python:
         return list(script)
+    function = settings.resolved["main_training_function"].value
+    if settings.resolved["tpu"].value and function:
+        starter = ["-m", "accelerate.launch.processes.on_xla", function, str(settings.num_processes or 0)]
+        return [sys.executable, *starter, *(["-m"] if settings.module else []), *script]
     recorder = [str(Path(__file__).parent / "processes" / "worker.py")] if recorded else []
     return [sys.executable, *recorder, *(["-m"] if settings.module else []), *script]

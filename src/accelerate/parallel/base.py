@@ -30,6 +30,8 @@ class Capabilities:
     """The engine scales fp16 losses itself."""
     compiles_inside: bool = False
     """`torch.compile` is applied in place to the model inside the wrapper."""
+    compiles_itself: bool = False
+    """The device compiles every step, so that `torch.compile` has no place."""
 
 
 @dataclass(kw_only=True)
@@ -240,6 +242,9 @@ class Strategy(ABC):
         """Return a context in which sequences are sharded, if the strategy shards them."""
         return nullcontext()
 
+    def complete_gradients(self) -> None:  # noqa: B027 - other strategies reduce in the backward pass
+        """Reduce gradients that are about to be read, if the backward pass has not done so."""
+
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; return the norm they had."""
         return torch.nn.utils.clip_grad_norm_(self.current(parameters), max_norm, norm_type=norm_type)
@@ -249,7 +254,13 @@ class Strategy(ABC):
         if not self._successors:
             return parameters
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return [self._successors.get(param, param) for param in given]
+        return [self._newest(param) for param in given]
+
+    def _newest(self, param: Tensor) -> Tensor:
+        """Follow the replacements of a parameter: a move may make a new one, and splitting it another."""
+        while (successor := self._successors.get(param)) is not None:
+            param = successor
+        return param
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of a model."""
@@ -276,9 +287,9 @@ class Strategy(ABC):
         """Point an optimizer at the replacements of its parameters, and move its state."""
         if self._successors:
             for group in optimizer.param_groups:
-                group["params"] = [self._successors.get(param, param) for param in group["params"]]
+                group["params"] = [self._newest(param) for param in group["params"]]
             for param in list(optimizer.state):
-                successor = self._successors.get(param, param) if isinstance(param, Tensor) else param
+                successor = self._newest(param) if isinstance(param, Tensor) else param
                 if successor is not param:
                     optimizer.state[successor] = optimizer.state.pop(param)
         move_optimizer_state(optimizer, self.runtime.device)

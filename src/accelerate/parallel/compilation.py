@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..config.plugins.compilation import TorchDynamoPlugin
+from ..errors import UnsupportedSettingError
 from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
 from .modules.dtensors import any_dtensor
@@ -33,7 +34,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def compiling(strategy: Strategy, plugin: TorchDynamoPlugin) -> Strategy:
     """Return a strategy that also compiles, or the same one if compilation is off."""
-    return cast("Strategy", _Compiling(strategy, plugin)) if plugin.compiles else strategy
+    if not plugin.compiles:
+        return strategy
+    if strategy.capabilities.compiles_itself:
+        raise UnsupportedSettingError(
+            f"dynamo_backend={plugin.backend}", "XLA compiles every step as a whole.", "Leave torch.compile out."
+        )
+    return cast("Strategy", _Compiling(strategy, plugin))
 
 
 class _Compiling:

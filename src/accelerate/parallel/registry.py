@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.origins import NOT_YET
 from ..config.plugins.deepspeed import DeepSpeedPlugin
 from ..config.plugins.handlers import DistributedDataParallelKwargs
 from ..config.plugins.parallelism import ParallelismConfig
 from ..config.plugins.sharding import FullyShardedDataParallelPlugin
 from ..errors import UnsupportedSettingError
+from ..runtime.devices.device import is_xla
 from ..runtime.group.runtime import Runtime
 from .base import Strategy
 from .ddp import DataParallel
@@ -30,11 +30,10 @@ def strategy_for(
     mixed_precision: str = "no",
 ) -> Strategy:
     """Return the strategy for these settings."""
+    if is_xla(runtime.device):
+        return _on_xla(runtime, sharding, deepspeed, parallelism)
     if parallelism is not None:
-        if parallelism.sp_enabled:
-            raise UnsupportedSettingError(f"sp_size={parallelism.sp_size}", f"it is DeepSpeed's, and {NOT_YET}",
-                                          "Use cp_size to split sequences.")  # fmt: skip
-        parallelism.fitted(runtime.num_processes)
+        _fit(parallelism, runtime)
     if deepspeed is not None:
         return _engines_of(runtime, deepspeed, sharding, parallelism)
     if runtime.num_processes == 1:
@@ -58,6 +57,29 @@ def strategy_for(
 
         return PipelineParallel(runtime, mesh, sharding, mixed_precision)
     return MeshParallel(runtime, mesh, sharding)
+
+
+def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
+    if parallelism.sp_enabled:
+        raise UnsupportedSettingError(
+            f"sp_size={parallelism.sp_size}",
+            "it is DeepSpeed's sequence parallelism (Ulysses), which comes with a later version.",
+            "Use cp_size to split sequences.",
+        )
+    parallelism.fitted(runtime.num_processes)
+
+
+def _on_xla(
+    runtime: Runtime,
+    sharding: FullyShardedDataParallelPlugin | None,
+    deepspeed: Mapping[str, DeepSpeedPlugin] | None,
+    parallelism: ParallelismConfig | None,
+) -> Strategy:
+    if deepspeed is not None:
+        raise UnsupportedSettingError("DeepSpeed on XLA", "it has no XLA backend.", "Use fsdp_plugin.")
+    from .mesh.xla import XlaDevices
+
+    return XlaDevices(runtime, sharding, parallelism)
 
 
 def _engines_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..config.enums import PrecisionType
+from ..config.enums import FP8BackendType, PrecisionType
 from ..config.plugins.fp8 import Fp8Settings
 from ..config.plugins.handlers import AutocastKwargs, GradScalerKwargs
 from .amp import AmpPrecision
@@ -16,6 +16,10 @@ def precision_for(
 ) -> FullPrecision:
     """Return the precision for a format name: the only branch on it. `scaler` is None if an engine scales losses."""
     if name == PrecisionType.FP8:
+        if fp8.backend == FP8BackendType.TE:
+            from .transformer_engine import TransformerEnginePrecision
+
+            return TransformerEnginePrecision(device, autocast, fp8)
         from .fp8 import Fp8Precision  # here: few runs need it
 
         return Fp8Precision(device, autocast, fp8)

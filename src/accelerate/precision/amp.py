@@ -66,7 +66,8 @@ class AmpPrecision(FullPrecision):
         scaler: GradScalerKwargs | None = None,
     ) -> None:
         if not supports_low_precision(device, dtype):
-            raise ValueError(f"{device} cannot compute in {dtype}: use mixed_precision fp16 or no.")
+            other = "bf16" if dtype == torch.float16 else "fp16"
+            raise ValueError(f"{device} cannot compute in {dtype}: use mixed_precision {other} or no.")
         self.dtype = dtype
         self.device_type = device.type
         self.autocast_handler = autocast

@@ -1,7 +1,7 @@
 """Measure the training thread: how long each phase of a step takes on this process.
 
 It is enabled only where the times are read (`clock`); elsewhere a phase change costs one check of a global. Times are
-the host's: work on a device shows up where the thread waits for it.
+the host's, or the device's: see `watch/stragglers/device_clock.py`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class PhaseClock:
         self._since = now
         self._phase = phase
         return before
+
+    def collect(self) -> deque[Row]:
+        """Return the steps that have not been read yet, for the reader to pop."""
+        return self.rows
 
     def optimizer_stepped(self) -> None:
         """End the phase of the optimizer's step."""

@@ -33,6 +33,8 @@ class ProcessInfo:
         """Return the address of the rendezvous, or None where torch reads it from torchrun's variables."""
         if self.world_size == 1 or self.launcher in (None, "torchrun"):
             return None
+        if self.launcher == "torch_xla":
+            return "xla://"
         host = environment.read("MASTER_ADDR") or _first_host(self)
         port = environment.read("MASTER_PORT") or port_of_this_job(self)
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -59,6 +59,10 @@ __all__ = sorted(
 # Loaded on first use, because torch's checkpoint engine, or the quantising packages, take long to import.
 _HOME_OF = {
     "DeepSpeedEngineWrapper": "deepspeed",
+    "apply_fp8_autowrap": "transformer_engine",
+    "contextual_fp8_autocast": "transformer_engine",
+    "convert_model": "transformer_engine",
+    "has_transformer_engine_layers": "transformer_engine",
     "DeepSpeedOptimizerWrapper": "deepspeed",
     "DeepSpeedSchedulerWrapper": "deepspeed",
     "DummyOptim": "deepspeed",

@@ -6,6 +6,7 @@ from ..inference.quantized import (
     get_quantized_model_device_map,
     has_4bit_bnb_layers,
     load_and_quantize_model,
+    quantize_and_offload_8bit,
     replace_with_bnb_layers,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "get_quantized_model_device_map",
     "has_4bit_bnb_layers",
     "load_and_quantize_model",
+    "quantize_and_offload_8bit",
     "replace_with_bnb_layers",
 ]

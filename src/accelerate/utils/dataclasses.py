@@ -26,17 +26,19 @@ from ..config.plugins.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from ..config.plugins.megatron import MegatronLMPlugin
 from ..config.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
     PipelineConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 from ..config.plugins.quantization import BnbQuantizationConfig
 from ..config.plugins.sharding import FullyShardedDataParallelPlugin
 from ..runtime.collectives.nested import TensorInformation
 from ..runtime.modules import get_module_class_from_name
-from .megatron_names import MegatronLMPlugin
 
 __all__ = [
     "AORecipeKwargs",
@@ -48,6 +50,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
@@ -72,5 +75,6 @@ __all__ = [
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 ]

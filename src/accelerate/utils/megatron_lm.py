@@ -1,5 +1,6 @@
-"""Published path of Megatron-LM's names; the engine is not here, see `accelerate.parallel.megatron`."""
+"""Published path of Megatron-LM's names."""
 
-from .megatron_names import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from ..scheduler import MegatronLMDummyScheduler
+from .megatron_names import MegatronLMDummyDataLoader
 
 __all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"]

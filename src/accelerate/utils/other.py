@@ -3,7 +3,6 @@
 from ..checkpoint.formats.saving import clean_state_dict_for_safetensors, load, save
 from ..commands.config.default import write_basic_config
 from ..inference.planning.sizes import convert_bytes
-from ..launch.machines.network import get_free_port, is_port_in_use
 from ..parallel.compilation import (
     compile_regions,
     compile_regions_deepspeed,
@@ -17,6 +16,7 @@ from ..parallel.mesh.tensor.plans import get_model_tp_size
 from ..parallel.modules.unwrapping import extract_model_from_parallel, is_compiled_module
 from ..runtime.collectives.nested import merge_dicts
 from ..runtime.devices.hardware import check_os_kernel
+from ..runtime.group.network import get_free_port, is_port_in_use
 from ..runtime.group.runtime import wait_for_everyone
 from ..runtime.modules import get_module_children_bottom_up, get_pretty_name, recursive_getattr
 

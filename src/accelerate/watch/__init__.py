@@ -43,7 +43,9 @@ def _start(runtime: Runtime) -> Watcher | None:
     from .hangs.watcher import Watcher
 
     try:
-        return Watcher.start(runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds)
+        return Watcher.start(
+            runtime.store("watch"), runtime.process_index, runtime.num_processes, seconds, runtime.device
+        )
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         logger.debug("Hangs are not watched: the process group has no store that can be shared. (%s)", error)
         return None

@@ -122,6 +122,21 @@ def place_of(thread: int) -> Place | None:
     return place if error is None else replace(place, handling=describe_error(error))
 
 
+def place_of_call(frames: list[tuple[str, int, str]], place: Place) -> Place:
+    """Return a place with the user's line of a recorded stack: files, lines and functions, innermost first."""
+    depth = next(index for index, (file, _, _) in enumerate(frames) if is_user_file(file))
+    file, line, _ = frames[depth]
+    called = next((name for _, _, name in reversed(frames[:depth]) if name not in _WRAPPERS), "")
+    return replace(
+        place,
+        call=f"{called}()" if called else "",
+        file=file,
+        line=line,
+        source=linecache.getline(file, line).strip(),
+        guard=guard_of(file, line) or _guard_of_lines((file, line) for file, line, _ in frames[depth + 1 :]),
+    )
+
+
 def place_of_caller() -> Place:
     """Return the place of the calling thread."""
     return _place(sys._getframe(1))
@@ -277,11 +292,15 @@ def guard_of_caller() -> str:
 
 
 def _guard_of_callers(frames: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
-    for frame in frames:
-        if is_user_file(frame.f_code.co_filename):
-            for condition in reversed(_conditions(frame.f_code.co_filename, lines.get(frame, frame.f_lineno))):
+    return _guard_of_lines((frame.f_code.co_filename, lines.get(frame, frame.f_lineno)) for frame in frames)
+
+
+def _guard_of_lines(lines: Iterable[tuple[str, int]]) -> str:
+    for file, line in lines:
+        if is_user_file(file):
+            for condition in reversed(_conditions(file, line)):
                 if not condition.in_else and _holds_on_one_rank(condition.test):
-                    return f"{condition.describe()} of {Path(frame.f_code.co_filename).name}"
+                    return f"{condition.describe()} of {Path(file).name}"
     return ""
 
 

@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 from .place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, Place, is_at_lock, place_of, place_of_error, signature_of
-from .recorder import newest_collective
+from .recorder import Outstanding, outstanding_collectives
 
 SECONDS_TO_COUNT_AS_WAITING = 1.0
 _BUSY = 0.2
@@ -40,8 +40,10 @@ class Report:
     """Whether it acquires a lock that no other thread of the process seems able to release."""
     lost_peer: bool = False
     """Whether its call failed because another process closed the connection."""
-    busy_waits: bool = False
-    """Whether the backend may wait in a busy loop, as NCCL does; CPU time then says nothing."""
+    is_async: bool = False
+    """Whether collectives complete on the device, as NCCL's do: the host is not in the call that it waits for."""
+    outstanding: str | None = None
+    """The group and the number of the oldest collective that has not completed on such a device."""
     collectives_started: int = 0
     """Number of collectives started so far, in all process groups."""
     has_subgroups: bool = False
@@ -51,13 +53,19 @@ class Report:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks: in a collective, or in a pass that computes nothing."""
+        """Whether it waits for other ranks: in a collective, or in a pass that computes nothing.
+
+        Where collectives are asynchronous, only one that has not completed says so. A host that stands still may
+        compile, and one that moves on may have started more of them behind it.
+        """
         if self.lost_peer:
             return True
         if self.stalled_seconds < SECONDS_TO_COUNT_AS_WAITING:
             return False
+        if self.outstanding is not None:
+            return True
         if self.in_pass:
-            return self.busy_waits or self.idle_seconds >= SECONDS_TO_COUNT_AS_WAITING
+            return not self.is_async and self.idle_seconds >= SECONDS_TO_COUNT_AS_WAITING
         return self.place.phase == COLLECTIVE
 
     @property
@@ -67,8 +75,8 @@ class Report:
 
     @property
     def in_pass(self) -> bool:
-        """Whether it is in a forward or backward pass, whose collectives start below Python."""
-        return self.place.phase in (BACKWARD, FORWARD)
+        """Whether it is in a forward or backward pass, and it is unknown which collective of it it waits for."""
+        return self.place.phase in (BACKWARD, FORWARD) and self.outstanding is None
 
     @property
     def in_debugger(self) -> bool:
@@ -93,6 +101,7 @@ class Observer:
         self.rank = rank
         self._creator = thread
         self._signature: Any = None
+        self._host_signature: Any = None
         self._last_progress = self._last_busy = self._last_measured = time.monotonic()
         self._cpu_seconds = time.process_time()
         self.lost_peer_error: BaseException | None = None
@@ -106,7 +115,12 @@ class Observer:
     def sample(self) -> float:
         """Sample the thread once; return for how many seconds it has made no progress."""
         now, cpu_seconds = time.monotonic(), time.process_time()
-        signature = signature_of(self.thread.ident or 0), _collectives_started()
+        signature: Any = signature_of(self.thread.ident or 0), _collectives_started()
+        self._host_signature, stands_still = signature, signature == self._host_signature
+        # A host that moves is healthy. Reading the recorder queries events of the device, which a capture of a CUDA
+        # graph does not survive; whoever captures moves.
+        if stands_still and (oldest := _oldest_outstanding(with_frames=False)) is not None:
+            signature = oldest.key
         if signature != self._signature:
             self._signature, self._last_progress, self._last_busy = signature, now, now
         if now - self._last_measured >= _SECONDS_TO_MEASURE:
@@ -136,18 +150,21 @@ class Observer:
         if report.at_lock and _children_compute():
             self._last_busy = time.monotonic()
             report = self._report(place, lost_peer)
-        return replace(report, flight_record=newest_collective())
+        recorded = outstanding_collectives()
+        return replace(report, flight_record=recorded[-1].describe() if recorded else "")
 
     def _report(self, place: Place, lost_peer: bool) -> Report:
         now = time.monotonic()
+        oldest = _oldest_outstanding()
         return Report(
             rank=self.rank,
-            place=place,
+            place=place if oldest is None or lost_peer else _place_of(oldest, place),
             stalled_seconds=now - self._last_progress,
             idle_seconds=now - self._last_busy,
             at_lock=place.at_lock and _all_sleep_at_locks(self.thread),
             lost_peer=lost_peer,
-            busy_waits=_backend_busy_waits(),
+            is_async=_backend_is_async(),
+            outstanding=None if oldest is None else oldest.key,
             collectives_started=_collectives_started(),
             has_subgroups=len({group.size() for group in _groups()}) > 1,
         )
@@ -170,11 +187,35 @@ def _collectives_started() -> int:
     return total
 
 
-def _backend_busy_waits() -> bool:
-    try:
-        return str(dist.get_backend()) != "gloo"
-    except (ValueError, RuntimeError):  # destroyed just now
-        return False
+def _oldest_outstanding(*, with_frames: bool = True) -> Outstanding | None:
+    """Return the collective that the device waits in, where collectives are asynchronous.
+
+    Gloo beside them numbers its own in the same group: such a number must not be compared with those of the device.
+    """
+    if not _backend_is_async():
+        return None
+    recorded = outstanding_collectives(with_frames=with_frames)
+    return next((each for each in recorded if not each.is_of_gloo), None)
+
+
+def _place_of(oldest: Outstanding, host: Place) -> Place:
+    """Return where a collective was started.
+
+    The backward pass starts its collectives in a thread of autograd, where there is no line of the script. Then it is
+    where the host is, which may have left the pass: the function and the condition there have not started it.
+    """
+    started = oldest.place()
+    if started is not None:
+        is_still_there = (started.file, started.line) == (host.file, host.line)
+        return replace(started, handling=host.handling if is_still_there else "")
+    here = replace(host, operation=oldest.operation(), group_ranks=oldest.ranks())
+    return here if host.phase == BACKWARD else replace(here, phase=BACKWARD, call="", guard="")
+
+
+def _backend_is_async() -> bool:
+    world = dist.group.WORLD
+    backends = "" if world is None else dist.distributed_c10d._world.pg_backend_config.get(world, "")
+    return any(not part.endswith(":gloo") for part in str(backends).split(",") if part)  # "cpu:gloo,cuda:nccl"
 
 
 def _all_sleep_at_locks(thread: threading.Thread) -> bool:
@@ -228,7 +269,9 @@ def state_of_process(host: str, pid: int) -> str:
         return f"is dead (process {pid})"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"is stopped (process {pid}: SIGSTOP or a debugger; `kill -CONT {pid}` lets it go on)"
-    return f"is alive, but no Python runs in it (process {pid}: a native call holds the interpreter)"
+    return (
+        f"is alive, but no Python runs in it (process {pid}: a native call holds the interpreter, or no core is free)"
+    )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -463,7 +463,7 @@ def keyboard() -> Iterator[Any]:
         ),
         (
             0,
-            ["megatron\r", "sage\r", "cpu\r", "\r", "x\r", "\b0\r", "\b3\r", "fp8\r", "\r"],
+            ["sage\r", "cpu\r", "\r", "x\r", "\b0\r", "\b3\r", "fp8\r", "\r"],
             {"cpu": True, "num_processes": 3, "mixed_precision": "fp8"},
         ),
     ],
@@ -528,8 +528,8 @@ def test_the_wizard_by_enter_alone(file: Path) -> None:
 def test_the_wizard_by_arrows_and_typed_words(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     terminal = Terminal("--config_file", str(path))
-    terminal.answer("SageMaker (not in this version yet)", "megatron\r")
-    terminal.answer("Megatron-LM cannot be chosen: not in this version yet", "cpu\r")
+    terminal.answer("SageMaker (not in this version yet)", "sage\r")
+    terminal.answer("SageMaker cannot be chosen: not in this version yet", "cpu\r")
     terminal.answer("How many machines? [1]", "none\r")
     terminal.answer("'none' is not a whole number", "\b" * 4 + "1\r")
     terminal.answer("How many processes", "2\r")

@@ -79,10 +79,10 @@ def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> Non
 @pytest.mark.parametrize(
     ("flags", "text", "complaint"),
     [
-        ({"use_megatron_lm": True}, "", r"Megatron-LM \(flag --use_megatron_lm\)"),
-        ({}, "distributed_type: MEGATRON_LM", r"Megatron-LM \(.*config.yaml: distributed_type\)"),
+        ({"use_megatron_lm": True, "megatron_lm_attention_backend": "flash"}, "", "attention_backend='flash'"),
+        ({}, "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_hidden_dropout: 0.1}", "hidden_dropout"),
         ({}, "compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
-        ({"tpu": True}, "", "TPU"),
+        ({"tpu": True}, "", r"TPU \(flag --tpu\) cannot be used: torch_xla is not installed"),
     ],
 )
 def test_an_engine_that_has_not_landed_is_refused_by_name(
@@ -92,6 +92,24 @@ def test_an_engine_that_has_not_landed_is_refused_by_name(
     settings = LaunchSettings.resolve(flags, file)
     with pytest.raises(UnsupportedSettingError, match=complaint):
         settings.refuse_missing_engines(file)
+
+
+def test_settings_of_megatron_reach_the_processes_and_are_translated() -> None:
+    file = read_config(Path(__file__).with_name("written_by_1_15") / "megatron_lm.yaml")
+    settings = LaunchSettings.resolve({"megatron_lm_num_micro_batches": 4}, file)
+    settings.refuse_missing_engines(file)
+    variables = settings.child_variables()
+    assert variables["ACCELERATE_USE_MEGATRON_LM"] == "True"
+    assert {variables[f"MEGATRON_LM_{name}"] for name in ("TP_DEGREE", "PP_DEGREE")} == {"2"}
+    plugin = settings.megatron()
+    assert plugin is not None
+    assert (plugin.num_micro_batches, plugin.sequence_parallelism, plugin.recomputes, plugin.shards) == (
+        4,
+        True,
+        True,
+        True,
+    )
+    assert LaunchSettings.resolve({}, None).megatron() is None
 
 
 def test_engines_that_are_here_carry_their_settings_into_the_processes(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator, PartialState
-from accelerate.config.plugins.parallelism import TorchContextParallelConfig
+from accelerate.config.plugins.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.errors import UnsupportedSettingError
 from accelerate.parallelism_config import ParallelismConfig
 from tests.ranks import ranks
 
@@ -133,10 +134,11 @@ def test_a_config_takes_from_the_environment_what_the_code_leaves_out(monkeypatc
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"dp_replicate": 2, "dp_shard": 4}),
         ({"dp_shard_size": 4, "cp_size": 2}, {"dp_shard": 4, "cp": 2}),
         ({"cp_size": 8}, {"cp": 8}),
+        ({}, {}),
     ],
 )
 def test_a_mesh_has_the_axes_with_more_than_one_process(sizes: dict[str, int], mesh: dict[str, int]) -> None:
-    assert ParallelismConfig(**sizes)._get_mesh() == (tuple(mesh), tuple(mesh.values()))
+    assert ParallelismConfig(**sizes)._get_mesh() == ((tuple(mesh), tuple(mesh.values())) if mesh else ())
 
 
 @ranks(2)
@@ -149,3 +151,21 @@ def test_a_mesh_of_copies_has_one_axis() -> None:
     assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (("dp_replicate",), (2,))
     assert mesh["dp"].size() == mesh["dp_cp"].size() == 2
     assert config.get_device_mesh() is mesh
+
+
+def test_sequence_parallelism_of_deepspeed_is_described_as_in_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelismConfig(sp_size=2, dp_shard_size=2, tp_size=2)
+    assert config._get_mesh() == (("dp_shard", "sp", "tp"), (2, 2, 2))
+    assert config.sp_handler == DeepSpeedSequenceParallelConfig()
+    assert DeepSpeedSequenceParallelConfig().sp_seq_length_is_variable is True
+    with pytest.raises(ValueError, match="sp_seq_length must be provided"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "128")
+    assert DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).sp_seq_length == 128
+    with pytest.raises(ValueError, match="'eager' and 'flex_attention' are not supported"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
+
+
+def test_sp_size_says_that_it_comes_later() -> None:
+    with pytest.raises(UnsupportedSettingError, match=r"sequence parallelism \(Ulysses\), which comes with a later"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))

@@ -20,8 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.runtime import phases
 from accelerate.utils import set_seed
 from tests.ranks import ranks, run_on_ranks
+from tests.simulated_accelerator import on_a_simulated_accelerator, set_delays
 
 
 def batches_of(loader: DataLoader[Any]) -> list[list[int]]:
@@ -427,3 +429,19 @@ def test_the_plan_says_what_happens() -> None:
     dropping = prepare_data_loader(DataLoader(range(10), batch_size=3, drop_last=True))
     assert (dropping.plan().dropped, dropping.plan().padding) == (1, 0)
     assert "not known before the end" in str(prepare_data_loader(DataLoader(Stream(3))).plan())
+
+
+@on_a_simulated_accelerator
+def test_a_copy_that_waits_for_the_device_is_not_counted_as_data_on_a_simulated_accelerator() -> None:
+    loader = Accelerator().prepare(DataLoader(torch.ones(6, 2), batch_size=1))
+    list(loader)
+    clock = phases.clock = phases.PhaseClock()
+    try:
+        set_delays(kernel_time=0.1)
+        for batch in loader:
+            batch.mul_(2)
+    finally:
+        phases.clock = None
+    seconds = [sum(of_phase) for of_phase in zip(*(row for _, row in clock.rows), strict=True)]
+    assert seconds[phases.WAITING] > 0.2
+    assert seconds[phases.DATA] < 0.5 * seconds[phases.WAITING]

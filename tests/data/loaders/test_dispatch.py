@@ -67,6 +67,16 @@ def test_it_hands_out_what_shares_would_be_and_reads_only_on_the_main_process(
     assert metrics == list(range(n - dropped))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn])
+@ranks(2)
+def test_numbers_that_the_backend_does_not_know_are_handed_out(dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    data = torch.arange(8).to(dtype)
+    rank = accelerator.process_index
+    found = [batch.to(torch.float32).tolist() for batch in accelerator.prepare(DataLoader(data, batch_size=2))]
+    assert found == [[2.0 * step, 2.0 * step + 1] for step in (rank, 2 + rank)]
+
+
 @ranks(2)
 def test_iterable_data_is_dispatched_by_default() -> None:
     accelerator = Accelerator(cpu=True)

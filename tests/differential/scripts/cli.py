@@ -42,7 +42,7 @@ def run(*arguments: str) -> Ended:
 
     process = multiprocessing.get_context("fork").Process(target=command)
     process.start()
-    process.join(100)
+    process.join(600)
     process.kill()
     return Ended(process.exitcode, Path("stdout.txt").read_text(), Path("stderr.txt").read_text())
 

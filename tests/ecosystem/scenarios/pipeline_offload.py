@@ -1,6 +1,6 @@
 """diffusers: a pipeline of three models with `enable_model_cpu_offload` and `enable_sequential_cpu_offload`.
 
-diffusers refuses to offload from a CPU to a CPU: the device is the tests' pretend accelerator, which really computes.
+diffusers refuses to offload from a CPU to a CPU: the device is the tests' simulated accelerator, which really computes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tests import pretend_accelerator
+from tests import simulated_accelerator
 
-kernels = pretend_accelerator.register()  # before anything else asks which devices there are
+simulated_accelerator.register()  # before anything else asks which devices there are
 
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel  # noqa: E402
 from tiny import report, tokenizer  # noqa: E402

@@ -21,7 +21,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from accelerate.utils import align_module_device, has_offloaded_params
-from tests.pretend_accelerator import on_a_pretend_accelerator
+from tests.simulated_accelerator import on_a_simulated_accelerator
 
 
 class AddOne(ModelHook):
@@ -172,8 +172,8 @@ class Skipping(nn.Module):
         return self.layer(x), str(cache.device)
 
 
-@on_a_pretend_accelerator
-def test_inputs_move_to_the_device_and_outputs_back_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_inputs_move_to_the_device_and_outputs_back_on_a_simulated_accelerator() -> None:
     module = Skipping()
     add_hook_to_module(module, AlignDevicesHook(1, io_same_device=True, place_submodules=True, skip_keys="cache"))
     assert str(module.layer.weight.device) == "gpu:1"
@@ -182,8 +182,8 @@ def test_inputs_move_to_the_device_and_outputs_back_on_a_pretend_accelerator() -
     assert module(torch.ones(1, 2), torch.ones(1))[1] == "gpu:1"
 
 
-@on_a_pretend_accelerator
-def test_models_of_a_pipeline_take_turns_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_models_of_a_pipeline_take_turns_on_a_simulated_accelerator() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     first, first_hook = cpu_offload_with_hook(first)  # type: ignore[assignment]
     second, second_hook = cpu_offload_with_hook(second, "gpu:0", prev_module_hook=first_hook)  # type: ignore[assignment]

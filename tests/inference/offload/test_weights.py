@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.inference.offload import mapping
-from accelerate.inference.offload.mapping import is_mapped, prefetch_pages, release_pages
+from accelerate.checkpoint.formats import mapping
+from accelerate.checkpoint.formats.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.inference.offload.weights import SafetensorsFile, TensorFile
 from accelerate.utils import (
     OffloadedWeightsLoader,

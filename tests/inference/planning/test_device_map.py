@@ -7,11 +7,14 @@ import time
 import warnings
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from accelerate import infer_auto_device_map, init_empty_weights
+from accelerate.inference.planning import device_map
+from accelerate.inference.planning.device_map import USED_FOR_WEIGHTS
 from accelerate.utils import (
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -25,7 +28,8 @@ from accelerate.utils import (
 )
 from accelerate.utils.modeling import clean_device_map, compute_module_total_buffer_size, get_non_persistent_buffers
 from tests.inference.models import Residual, Scaled, tied_model
-from tests.pretend_accelerator import on_a_pretend_accelerator
+from tests.simulated_accelerator import on_a_simulated_accelerator
+from tests.simulated_accelerator.faults import without_memory_information
 
 
 class Small(nn.Module):
@@ -155,9 +159,30 @@ def test_budgets() -> None:
     assert get_balanced_memory(model, {0: 10 * size}) == {0: 10 * size}
 
 
-@on_a_pretend_accelerator
-def test_budgets_of_devices_without_memory_info_on_a_pretend_accelerator() -> None:
-    assert list(get_max_memory()) == ["cpu"]
+@on_a_simulated_accelerator
+def test_budgets_of_devices_without_memory_info_on_a_simulated_accelerator() -> None:
+    with without_memory_information():
+        assert list(get_max_memory()) == ["cpu"]
+    assert list(get_max_memory()) == [0, 1, "cpu"]
+
+
+@on_a_simulated_accelerator
+def test_budgets_leave_room_for_activations_on_a_simulated_accelerator() -> None:
+    free = torch.gpu.mem_get_info(0)[0]  # type: ignore[attr-defined]
+    assert get_max_memory()[0] == int(USED_FOR_WEIGHTS * free) < free
+
+
+def test_memory_that_a_device_shares_with_the_host_is_counted_once_with_a_stand_in_for_mps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(device_map, "accelerator_type", lambda: "mps")
+    monkeypatch.setattr(device_map, "shares_host_memory", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    for free, budget in ((5000, 900), (500, 450)):
+        monkeypatch.setattr(device_map, "free_memory", lambda index, free=free: free)
+        assert get_max_memory() == {0: budget, "cpu": 1000 - budget}
 
 
 def test_sizes() -> None:

@@ -22,7 +22,7 @@ from accelerate.inference.planning.device_map import DeviceMap, infer_auto_devic
 from accelerate.inference.planning.sizes import compute_module_sizes
 from accelerate.inference.tensors import find_tied_tensors
 from tests.inference.models import NO_SPLIT, WIDTH, build, specs
-from tests.pretend_accelerator import device_module, on_a_pretend_accelerator
+from tests.simulated_accelerator import device_module, on_a_simulated_accelerator
 
 ACTIVATIONS = 4000
 """More bytes than a forward pass of two rows has alive at once."""
@@ -92,8 +92,8 @@ def _would_fit(model: nn.Module, case: dict[str, Any]) -> bool:
     return compute_module_sizes(model)[""] <= case["max_memory"]["cpu"]
 
 
-@on_a_pretend_accelerator
-def test_a_dispatched_model_computes_the_same_within_its_budgets_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_a_dispatched_model_computes_the_same_within_its_budgets_on_a_simulated_accelerator() -> None:
     @UNHURRIED
     @given(case=cases())
     def check(case: dict[str, Any]) -> None:

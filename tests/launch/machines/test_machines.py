@@ -87,14 +87,17 @@ def test_machines_that_disagree_are_all_told(
 
 FAILS_ON_RANK_1 = """
 import time
-import torch
+from pathlib import Path
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 accelerator.wait_for_everyone()
+if accelerator.process_index == 2:
+    Path("asleep").touch()
+    time.sleep(600)  # busy elsewhere: it would not notice by itself
+while not Path("asleep").exists():
+    time.sleep(0.1)
 if accelerator.process_index == 1:
     raise ValueError("sample 17 is broken")
-if accelerator.process_index == 2:
-    time.sleep(600)  # busy elsewhere: it would not notice by itself
 accelerator.wait_for_everyone()
 """
 
@@ -106,13 +109,14 @@ def test_every_machine_names_the_rank_that_failed_and_stops(three: list[Machine]
     assert [running.wait() for running in launched] == [1, 1, 1]
     for running in launched:
         assert "ValueError: sample 17 is broken" in running.printed
-        assert 'train.py:8  in <module>:  raise ValueError("sample 17 is broken")' in running.printed
+        assert 'train.py:13  in <module>:  raise ValueError("sample 17 is broken")' in running.printed
     first, second, third = (running.printed for running in launched)
     assert "rank 1 failed: ValueError on machine 1 (n2)" in second
     assert "rank 1 on machine 1 (n2) failed first: ValueError" in first
     assert "collateral rank 0 lost the connection to it" in first
     assert "rank 1 on machine 1 (n2) failed first: ValueError" in third
-    assert "collateral rank 2 ended by the launcher" in third
+    ended_by = ("ended by the launcher", "waited for it")  # or by its watcher, whoever is first
+    assert any(f"collateral rank 2 {words}" in third for words in ended_by), third
     assert_nothing_runs_on(three)
 
 
@@ -133,7 +137,7 @@ def test_training_goes_on_when_a_machine_is_lost_and_when_another_takes_its_plac
             file = tmp_path / "progress"
             return [int(number) for number in file.read_text().split()] if file.exists() else [0, 0]
 
-        assert until(lambda: progress()[1] == machines and progress()[0] > after, 180), launched[0].printed
+        assert until(lambda: progress()[1] == machines and progress()[0] > after, limit(60)), launched[0].printed
         return progress()[0]
 
     launched = [join(machine) for machine in three]

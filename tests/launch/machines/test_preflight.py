@@ -11,8 +11,9 @@ from contextlib import suppress
 import pytest
 
 from accelerate.errors import LaunchError
-from accelerate.launch.machines import network, preflight
+from accelerate.launch.machines import preflight
 from accelerate.launch.machines.preflight import Report, check_port, check_reachable, wait_for_all_machines
+from accelerate.runtime.group import network
 from tests.clusters.machines import until
 from tests.ranks.pool import free_port
 from tests.timing import limit

@@ -248,6 +248,15 @@ def test_a_process_that_is_ended_for_another_reason_is_not_blamed_for_shapes() -
     assert not judge([replace(aborted, exit_code=-11), other], out_of_memory=False).shapes
 
 
+def test_shapes_that_differ_are_found_also_where_the_host_has_gone_on() -> None:
+    def calls(shape: str) -> tuple[tuple[int, str], ...]:
+        return (3, f"gather({shape})"), (4, "reduce(float32[1])"), (5, "gather(float32[8])")
+
+    aborted = replace(ending(0, -6), calls=calls("float32[2]"))
+    other = replace(ending(1, 1, GLOO), calls=calls("float32[3]"))
+    assert judge([aborted, other], out_of_memory=False).shapes == {0: "gather(float32[2])", 1: "gather(float32[3])"}
+
+
 def test_a_program_without_python_is_judged_by_its_exit_code(tmp_path: Path) -> None:
     words = ("launch", "--cpu", "--num_processes", 2, "--no_python", "sh", "-c", 'test "$RANK" = 0 || exit 7; sleep 60')
     launched = run_accelerate(*words, directory=tmp_path)

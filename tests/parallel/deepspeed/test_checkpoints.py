@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from tests.ranks import RankFailure, ranks, run_on_ranks
-from tests.sizes import at_night
+from tests.sizes import at_night, cases
 
 from ..small_transformer import loader, loss_of, model
 from .engines import config, needs_fp16, run
@@ -24,7 +25,7 @@ from .engines import config, needs_fp16, run
 pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
 
 
-@pytest.mark.parametrize("stage", [at_night(0), at_night(1), 2, 3])
+@pytest.mark.parametrize("stage", [at_night(0), at_night(1), at_night(2), 3])
 def test_a_resumed_run_goes_on(stage: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stage": stage, "accumulation": 2, "scheduled": True}
     whole = run_on_ranks(2, run, steps=12, save_to=str(tmp_path / "saved"), save_at=6, **options)[0]
@@ -33,8 +34,7 @@ def test_a_resumed_run_goes_on(stage: int, tmp_path: Path) -> None:
     assert resumed["rates"] == whole["rates"]
 
 
-@pytest.mark.parametrize("there", [1, 2])
-@pytest.mark.parametrize("stage", [at_night(1), 2, 3])
+@pytest.mark.parametrize(("stage", "there"), cases(gate=[(2, 1), (3, 2)], nightly=product((1, 2, 3), (1, 2))))
 def test_a_run_goes_on_on_another_number_of_ranks(stage: int, there: int, tmp_path: Path) -> None:
     here = 3 - there
     whole = run_on_ranks(there, run, stage=stage, steps=12, save_to=str(tmp_path / "saved"), save_at=6)[0]

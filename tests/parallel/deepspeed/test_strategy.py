@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from tests.ranks import ranks, run_on_ranks
+from tests.sizes import at_night, cases
 
 from ..small_transformer import loader, loss_of, model
 from .engines import BUCKETS, config, needs_fp16, run
@@ -33,8 +35,13 @@ def by_ddp(variant: str) -> dict[str, Any]:
     return run_on_ranks(2, run, stage=None, **VARIANTS[variant])[0]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "variant"),
+    cases(
+        gate=[*((stage, "clipped") for stage in STAGES), (3, "scheduled"), (3, "per item"), (2, "plain")],
+        nightly=product(STAGES, VARIANTS),
+    ),
+)
 def test_the_losses_are_those_of_ddp(stage: int, variant: str) -> None:
     for found in run_on_ranks(2, run, stage=stage, **VARIANTS[variant]):
         assert found["losses"] == pytest.approx(by_ddp(variant)["losses"], abs=1e-5)
@@ -43,7 +50,7 @@ def test_the_losses_are_those_of_ddp(stage: int, variant: str) -> None:
     assert all(norm > 0.05 for norm in found["norms"])  # so that something was clipped
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", cases(gate=[3], nightly=STAGES))
 def test_one_process_is_enough(stage: int) -> None:
     [found] = run_on_ranks(1, run, stage=stage, steps=6)
     assert found["losses"] == pytest.approx(by_ddp("plain")["losses"][:6], abs=1e-5)
@@ -336,7 +343,7 @@ def _play(stages: tuple[int, int] | None, accumulation: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("stages", "accumulation"), [((2, 2), 1), ((3, 1), 1), ((2, 3), 2)])
+@pytest.mark.parametrize(("stages", "accumulation"), [at_night((2, 2), 1), at_night((3, 1), 1), ((2, 3), 2)])
 def test_two_models_play_against_each_other(stages: tuple[int, int], accumulation: int) -> None:
     expected = run_on_ranks(2, _play, stages=None, accumulation=accumulation)[0]
     found = run_on_ranks(2, _play, stages=stages, accumulation=accumulation)[0]

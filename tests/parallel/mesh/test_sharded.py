@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.ranks import ranks
+from tests.sizes import cases
 
 from ..small_transformer import WIDTH, Transformer, loader, loss_of
 from ..ways import WAYS, train
@@ -30,8 +32,13 @@ def alone(variant: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("way", SPREAD)
+@pytest.mark.parametrize(
+    ("way", "variant"),
+    cases(
+        gate=[(way, variant) for way in SPREAD for variant in ("accumulating", "plain" if "pp" in way else "tied")],
+        nightly=product(SPREAD, VARIANTS),
+    ),
+)
 def test_the_loss_is_that_of_one_process(way: str, variant: str) -> None:
     if variant == "tied" and "pp" in way:
         pytest.skip("a weight of two stages is refused: see test_pipeline.py")

@@ -24,7 +24,7 @@ class WithBuffers(Transformer):
         super().__init__(layers=2, tied=True)
         self.register_buffer("scale", torch.linspace(0.5, 2, WIDTH), persistent=False)
         self.blocks[0].register_buffer("scale", self.scale, persistent=False)
-        self.register_buffer("calls", torch.full((), 7))
+        self.register_buffer("calls", torch.full((), 7, dtype=torch.int16))  # which NCCL and gloo do not know
         self.note = "none"
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

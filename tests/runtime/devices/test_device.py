@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,3 +98,29 @@ def test_xpus_without_xccl_use_gloo_and_say_so_by_a_stand_in(monkeypatch: pytest
 def test_a_device_without_a_name_has_that_of_its_kind_of_recorded_machines() -> None:
     with on_machine("mac_m_series"):
         assert device.names() == ["mps"]
+
+
+def test_a_group_of_nccl_beside_gloo_has_nccls_timeout_with_a_stand_in_for_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    assert device.default_timeout("cpu:gloo,cuda:nccl") == timedelta(minutes=10)
+    assert device.default_timeout("gloo") is None
+
+
+def test_a_device_that_does_not_tell_its_free_memory_is_asked_for_its_size_with_a_stand_in_for_an_xpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("The device (Intel Arc) doesn't support querying the available free memory")
+
+    xpu = SimpleNamespace(
+        mem_get_info=refuse,
+        get_device_properties=lambda index: SimpleNamespace(total_memory=1000),
+        memory_reserved=lambda index: 300,
+    )
+    monkeypatch.setattr(device, "accelerator_type", lambda: "xpu")
+    monkeypatch.setattr(torch, "xpu", xpu)
+    assert device.free_memory(0) == 700
+    del xpu.memory_reserved
+    assert device.free_memory(0) is None

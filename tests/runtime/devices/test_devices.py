@@ -1,4 +1,4 @@
-"""The library on an accelerator, with a pretend one: everything is where it belongs and computes as on the CPU."""
+"""The library on an accelerator, with a simulated one: everything is where it belongs and computes as on the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.config.environment import patch_environment
 from accelerate.errors import RuntimeConflictError
 from accelerate.runtime.collectives.nested import leaves
 from accelerate.runtime.devices import device as devices
 from accelerate.state import PartialState
 from accelerate.utils import find_executable_batch_size, release_memory, set_seed, synchronize_rng_states
-from tests.pretend_accelerator import on_a_pretend_accelerator, run_on_a_pretend_accelerator
 from tests.ranks.worker import forget_everything
+from tests.simulated_accelerator import on_a_simulated_accelerator, run_on_a_simulated_accelerator
+from tests.simulated_accelerator.faults import with_an_allocator_of_its_own_kind
 from tests.training import CLASSES, FEATURES, make_data, make_model, parameters_of
 
 
@@ -78,16 +78,16 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 # --- Placement --------------------------------------------------------------------------------------------------------
 
 
-@on_a_pretend_accelerator
-def test_the_device_is_the_one_torch_finds_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_the_device_is_the_one_torch_finds_on_a_simulated_accelerator() -> None:
     accelerator = Accelerator()
     assert accelerator.device == torch.device("gpu"), "without an index, as published for one process"
     assert PartialState().default_device == torch.device("gpu")
     assert str(PartialState().distributed_type) == "DistributedType.NO"
 
 
-@on_a_pretend_accelerator
-def test_all_that_is_prepared_is_on_the_device_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_all_that_is_prepared_is_on_the_device_on_a_simulated_accelerator() -> None:
     accelerator = Accelerator()
     model = make_network()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -105,8 +105,8 @@ def test_all_that_is_prepared_is_on_the_device_on_a_pretend_accelerator() -> Non
     assert all_on_first_device(accelerator.gather_for_metrics(batch))
 
 
-@on_a_pretend_accelerator
-def test_pinned_batches_and_workers_reach_the_device_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_pinned_batches_and_workers_reach_the_device_on_a_simulated_accelerator() -> None:
     loader = Accelerator().prepare(make_loader(pin_memory=True, num_workers=1))
     batches = list(loader)
     assert all_on_first_device(batches)
@@ -114,8 +114,8 @@ def test_pinned_batches_and_workers_reach_the_device_on_a_pretend_accelerator() 
     assert torch.equal(features.cpu(), make_data(22).tensors[0])
 
 
-@on_a_pretend_accelerator
-def test_without_device_placement_everything_stays_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_without_device_placement_everything_stays_on_a_simulated_accelerator() -> None:
     def devices_of(model: nn.Module, loader: DataLoader[Any]) -> tuple[str, str]:
         return str(next(model.parameters()).device), str(next(iter(loader))["features"].device)
 
@@ -128,8 +128,8 @@ def test_without_device_placement_everything_stays_on_a_pretend_accelerator() ->
     assert devices_of(*prepared) == ("gpu:0", "cpu")
 
 
-@on_a_pretend_accelerator
-def test_an_optimizer_that_stays_behind_is_not_moved_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_an_optimizer_that_stays_behind_is_not_moved_on_a_simulated_accelerator() -> None:
     model = make_model()
     optimizer = OPTIMIZERS["SGD with momentum"](model.parameters())
     model(torch.randn(2, FEATURES)).sum().backward()
@@ -139,8 +139,8 @@ def test_an_optimizer_that_stays_behind_is_not_moved_on_a_pretend_accelerator() 
     optimizer.step()
 
 
-@on_a_pretend_accelerator
-def test_cpu_is_kept_to_when_asked_for_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_cpu_is_kept_to_when_asked_for_on_a_simulated_accelerator() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.device == torch.device("cpu")
     model, loader = accelerator.prepare(make_network(), make_loader())
@@ -150,8 +150,8 @@ def test_cpu_is_kept_to_when_asked_for_on_a_pretend_accelerator() -> None:
     assert PartialState().device == torch.device("cpu")
 
 
-@on_a_pretend_accelerator
-def test_cpu_after_the_device_is_a_conflict_that_says_why_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_cpu_after_the_device_is_a_conflict_that_says_why_on_a_simulated_accelerator() -> None:
     Accelerator()
     with pytest.raises(RuntimeConflictError, match=r"Rank 0 already runs on gpu; cpu=True came later(.|\n)*first"):
         Accelerator(cpu=True)
@@ -159,8 +159,8 @@ def test_cpu_after_the_device_is_a_conflict_that_says_why_on_a_pretend_accelerat
     assert Accelerator(cpu=True).device == torch.device("cpu")
 
 
-@on_a_pretend_accelerator
-def test_each_local_rank_has_its_device_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_each_local_rank_has_its_device_on_a_simulated_accelerator() -> None:
     def chosen(local_rank: int, world_size: int = 2, cpu: bool = False, requested: str | None = None) -> torch.device:
         return devices.device_for(local_rank=local_rank, world_size=world_size, cpu=cpu, requested=requested)
 
@@ -244,21 +244,21 @@ def assert_as_on_the_cpu(directory: Path, optimizer: str, precision: str, per_it
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@on_a_pretend_accelerator
-def test_training_gives_what_the_cpu_gives_on_a_pretend_accelerator(
+@on_a_simulated_accelerator
+def test_training_gives_what_the_cpu_gives_on_a_simulated_accelerator(
     tmp_path: Path, optimizer: str, precision: str
 ) -> None:
     assert_as_on_the_cpu(tmp_path, optimizer, precision)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@on_a_pretend_accelerator
-def test_losses_per_item_give_what_the_cpu_gives_on_a_pretend_accelerator(tmp_path: Path, precision: str) -> None:
+@on_a_simulated_accelerator
+def test_losses_per_item_give_what_the_cpu_gives_on_a_simulated_accelerator(tmp_path: Path, precision: str) -> None:
     assert_as_on_the_cpu(tmp_path, "AdamW", precision, per_item=True)
 
 
-@on_a_pretend_accelerator
-def test_a_count_of_items_may_be_on_the_device_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_a_count_of_items_may_be_on_the_device_on_a_simulated_accelerator() -> None:
     def gradients(count: Callable[[int, torch.device], Any]) -> list[Tensor]:
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = accelerator.prepare(make_model())
@@ -273,8 +273,8 @@ def test_a_count_of_items_may_be_on_the_device_on_a_pretend_accelerator() -> Non
     assert all(torch.equal(one, other) for one, other in zip(as_numbers, as_tensors, strict=True))
 
 
-@on_a_pretend_accelerator
-def test_the_device_draws_the_random_numbers_of_training_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_the_device_draws_the_random_numbers_of_training_on_a_simulated_accelerator() -> None:
     def dropped() -> Tensor:
         set_seed(5)
         model = Accelerator().prepare(make_model(dropout=0.5, seed=5))
@@ -286,8 +286,8 @@ def test_the_device_draws_the_random_numbers_of_training_on_a_pretend_accelerato
     assert torch.equal(dropped(), dropped())
 
 
-@on_a_pretend_accelerator
-def test_fp16_overflow_skips_the_step_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_fp16_overflow_skips_the_step_on_a_simulated_accelerator() -> None:
     accelerator = Accelerator(mixed_precision="fp16")
     model = make_model()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -302,8 +302,8 @@ def test_fp16_overflow_skips_the_step_on_a_pretend_accelerator() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@on_a_pretend_accelerator
-def test_autocast_casts_on_a_pretend_accelerator(precision: str) -> None:
+@on_a_simulated_accelerator
+def test_autocast_casts_on_a_simulated_accelerator(precision: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     accelerator = Accelerator(mixed_precision=precision)
     matrix = torch.ones(2, 2, device=accelerator.device)
@@ -325,8 +325,8 @@ def test_autocast_casts_on_a_pretend_accelerator(precision: str) -> None:
 @pytest.mark.parametrize("conversion", ["replaces", "swaps"])
 @pytest.mark.parametrize("order", ["one call", "model first", "optimizer first", "after a step on the cpu"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_a_pretend_accelerator
-def test_an_optimizer_made_before_prepare_trains_the_model_on_a_pretend_accelerator(
+@on_a_simulated_accelerator
+def test_an_optimizer_made_before_prepare_trains_the_model_on_a_simulated_accelerator(
     kind: str, order: str, conversion: str
 ) -> None:
     """Module.to puts new parameters in the place of the old ones, and the optimizer holds the old ones."""
@@ -371,8 +371,8 @@ def test_an_optimizer_made_before_prepare_trains_the_model_on_a_pretend_accelera
         assert torch.equal(parameter.cpu(), expected)
 
 
-@on_a_pretend_accelerator
-def test_parameters_listed_before_prepare_are_clipped_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_parameters_listed_before_prepare_are_clipped_on_a_simulated_accelerator() -> None:
     accelerator = Accelerator()
     model = make_model()
     listed = list(model.parameters())
@@ -387,8 +387,8 @@ def test_parameters_listed_before_prepare_are_clipped_on_a_pretend_accelerator()
     assert [gradient.abs().max().item() for gradient in gradients] == [2.0**-24, *[2.0**-20] * (len(listed) - 1)]
 
 
-@on_a_pretend_accelerator
-def test_parameter_groups_and_tied_weights_survive_the_move_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_parameter_groups_and_tied_weights_survive_the_move_on_a_simulated_accelerator() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     extra = nn.Linear(2, 2)
@@ -403,8 +403,8 @@ def test_parameter_groups_and_tied_weights_survive_the_move_on_a_pretend_acceler
     assert (first["lr"], second["lr"]) == (0.1, 0.2)
 
 
-@on_a_pretend_accelerator
-def test_an_optimizer_state_from_the_cpu_loads_onto_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_an_optimizer_state_from_the_cpu_loads_onto_a_simulated_accelerator() -> None:
     source = make_model()
     saved = OPTIMIZERS["AdamW"](source.parameters())
     source(torch.ones(1, FEATURES)).sum().backward()
@@ -421,8 +421,8 @@ def test_an_optimizer_state_from_the_cpu_loads_onto_a_pretend_accelerator() -> N
 # --- Random numbers ---------------------------------------------------------------------------------------------------
 
 
-@on_a_pretend_accelerator
-def test_set_seed_seeds_every_device_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_set_seed_seeds_every_device_on_a_simulated_accelerator() -> None:
     set_seed(21)
     drawn = [torch.randn(3, device=f"gpu:{index}") for index in range(2)]
     torch.randn(3)
@@ -432,8 +432,8 @@ def test_set_seed_seeds_every_device_on_a_pretend_accelerator() -> None:
     assert not torch.equal(torch.randn(3, device="gpu:0"), drawn[0])
 
 
-@on_a_pretend_accelerator
-def test_generator_state_of_a_device_can_be_kept_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_generator_state_of_a_device_can_be_kept_on_a_simulated_accelerator() -> None:
     device = Accelerator().device
     state = devices.get_device_rng_state(device)
     other = devices.get_device_rng_state(torch.device("gpu", 1))
@@ -463,8 +463,13 @@ def memory_comes_back_to(num_bytes: int) -> bool:
     return torch.gpu.memory_allocated() <= num_bytes
 
 
-@on_a_pretend_accelerator
-def test_freed_memory_is_given_back_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_freed_memory_is_given_back_on_a_simulated_accelerator() -> None:
+    with with_an_allocator_of_its_own_kind():  # as on MPS and NPUs: `torch.accelerator.empty_cache` raises
+        free_memory_and_count()
+
+
+def free_memory_and_count() -> None:
     gc.collect()
     before = torch.gpu.memory_allocated()
     accelerator = Accelerator()
@@ -486,8 +491,8 @@ def test_freed_memory_is_given_back_on_a_pretend_accelerator() -> None:
     assert torch.gpu.calls["empty_cache"] == 3
 
 
-@on_a_pretend_accelerator
-def test_a_batch_size_that_fits_is_found_on_a_pretend_accelerator() -> None:
+@on_a_simulated_accelerator
+def test_a_batch_size_that_fits_is_found_on_a_simulated_accelerator() -> None:
     gc.collect()
     before = torch.gpu.memory_allocated()
     tried: list[int] = []
@@ -537,8 +542,8 @@ def places_of_a_rank() -> dict[str, Any]:
     }
 
 
-def test_ranks_work_together_on_pretend_accelerators() -> None:
-    zero, one = run_on_a_pretend_accelerator(places_of_a_rank, world_size=2)
+def test_ranks_work_together_on_simulated_accelerators() -> None:
+    zero, one = run_on_a_simulated_accelerator(places_of_a_rank, world_size=2)
     assert [rank["device"] for rank in (zero, one)] == ["gpu:0", "gpu:1"]
     assert [rank["current"] for rank in (zero, one)] == [0, 1]
     assert [rank["padded"] for rank in (zero, one)] == [[1.0, 0.0], [1.0, 1.0]]
@@ -554,9 +559,7 @@ def test_ranks_work_together_on_pretend_accelerators() -> None:
 
 
 def parameters_after_training(cpu: bool, precision: str) -> list[Tensor]:
-    # Backward passes of the pretend accelerator need gpu:0; every process has one of its own.
-    with patch_environment(ACCELERATE_TORCH_DEVICE="cpu" if cpu else "gpu:0"):
-        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, gradient_accumulation_steps=2)
     model = make_model()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     set_seed(4)
@@ -571,14 +574,16 @@ def parameters_after_training(cpu: bool, precision: str) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     parameters = parameters_of(model)
-    assert {parameter.device.type for parameter in parameters} == {"cpu" if cpu else "gpu"}
+    assert {str(parameter.device) for parameter in parameters} == {
+        "cpu" if cpu else f"gpu:{accelerator.local_process_index}"
+    }
     return [parameter.cpu() for parameter in parameters]
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_data_parallel_training_gives_what_the_cpu_gives_on_pretend_accelerators(precision: str) -> None:
-    zero, one = run_on_a_pretend_accelerator(parameters_after_training, world_size=2, cpu=False, precision=precision)
-    expected, _ = run_on_a_pretend_accelerator(parameters_after_training, world_size=2, cpu=True, precision=precision)
+def test_data_parallel_training_gives_what_the_cpu_gives_on_simulated_accelerators(precision: str) -> None:
+    zero, one = run_on_a_simulated_accelerator(parameters_after_training, world_size=2, cpu=False, precision=precision)
+    expected, _ = run_on_a_simulated_accelerator(parameters_after_training, world_size=2, cpu=True, precision=precision)
     for parameter, of_other_rank, on_cpu in zip(zero, one, expected, strict=True):
         assert torch.equal(parameter, of_other_rank)
         torch.testing.assert_close(parameter, on_cpu, rtol=0.0, atol=0.0 if precision == "no" else 1e-6)

@@ -2,6 +2,8 @@
 
 torch is imported once; the processes of every world are forked from there and end as any script does. What rank r
 printed is in `FOLDER/NAME.r`, with its exit code as the last line.
+
+With FAULTS_ON_SIMULATED_ACCELERATORS=1 every rank has a device, whose collectives complete after Python has gone on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ WORLD_SIZE = 4
 WORLDS_AT_ONCE = 3
 THRESHOLD = float(os.environ.get("ACCELERATE_HANG_SECONDS", "3"))
 SECONDS_PER_WORLD = 300.0
+ON_DEVICES = os.environ.get("FAULTS_ON_SIMULATED_ACCELERATORS") == "1"
+WITH_BARRIERS_OF_THE_HOST = ("late_for_main_process_first", "busy_first_rank")
+"""Faults whose barrier is gloo's also on devices, as in a process group that is not bound to one."""
 OUTPUT = Path()
 """What this rank prints; beside it, with another suffix, what the other ranks of its world print."""
 
@@ -39,7 +44,7 @@ class Training:
     """The training in which the faults happen."""
 
     def __init__(self) -> None:
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=not ON_DEVICES)
         self.rank = self.accelerator.process_index
         torch.manual_seed(0)
         self.model, self.optimizer = self.accelerator.prepare(*_model())
@@ -47,10 +52,22 @@ class Training:
         self.begun = time.monotonic()
 
     def step(self) -> torch.Tensor:
-        loss = self.model(torch.ones(2, 4)).square().mean()
+        loss = self.model(self.ones(2, 4)).square().mean()
         self.accelerator.backward(loss)
         self.optimizer.step()
         return loss.detach()
+
+    def ones(self, *shape: int) -> torch.Tensor:
+        return torch.ones(*shape, device=self.accelerator.device)
+
+    def bind_to_device(self) -> None:
+        """Let barriers be the device's."""
+        dist.distributed_c10d._get_default_group().bound_device_id = self.accelerator.device
+
+    def finish(self) -> None:
+        """Wait for the device, as any script does that reads its results."""
+        if ON_DEVICES:
+            torch.accelerator.synchronize()
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -66,7 +83,7 @@ def gather_on_one_rank(training: Training) -> None:
 
 
 def different_order(training: Training) -> None:
-    ones = torch.ones(3)
+    ones = training.ones(3)
     if training.rank == 2:
         training.accelerator.gather(ones)  # CULPRIT
         training.accelerator.reduce(ones)
@@ -76,12 +93,12 @@ def different_order(training: Training) -> None:
 
 
 def ragged_shapes(training: Training) -> None:
-    training.accelerator.gather(torch.ones(3 + (training.rank == 1)))  # CULPRIT WAITS
+    training.accelerator.gather(training.ones(3 + (training.rank == 1)))  # CULPRIT WAITS
 
 
 def early_break(training: Training) -> None:
     for index in range(4):
-        if training.rank == 3 and index == 1:
+        if training.rank == 3 and index == 2:
             break
         training.step()
     training.accelerator.wait_for_everyone()  # CULPRIT
@@ -165,7 +182,7 @@ def last_call_on_one_rank(training: Training) -> None:
 
 
 def _evaluate(training: Training) -> None:
-    training.accelerator.gather(torch.ones(2))  # WAITS CULPRIT
+    training.accelerator.gather(training.ones(2))  # WAITS CULPRIT
 
 
 def first_rank_exits(training: Training) -> None:
@@ -176,7 +193,8 @@ def first_rank_exits(training: Training) -> None:
 
 def busy_first_rank(training: Training) -> None:
     if training.accelerator.is_main_process:
-        time.sleep(5 * THRESHOLD)  # CULPRIT
+        while not _printed("Rank 0 is busy"):
+            time.sleep(0.5)  # CULPRIT
     training.accelerator.wait_for_everyone()  # WAITS
 
 
@@ -192,7 +210,7 @@ def unused_parameters(training: Training) -> None:
     model = training.accelerator.prepare(nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}))
     model.module.forward = lambda x: model.module["a"](x) + (0 if training.rank == 1 else model.module["b"](x))
     for _ in range(2):
-        loss = model(torch.ones(2, 4)).sum()  # CULPRIT
+        loss = model(training.ones(2, 4)).sum()  # CULPRIT
         training.accelerator.backward(loss)  # WAITS
 
 
@@ -218,13 +236,80 @@ def upload_in_a_thread(training: Training) -> None:
 def download_in_native_code(training: Training) -> None:
     """Rank 0 waits for a thread that waits inside a library, for threads that Python does not know."""
     if training.accelerator.is_main_process:
-        libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-        libc.sem_init(semaphore, 0, 0)
-        threading.Thread(target=lambda: _wait_for("is busy") or libc.sem_post(semaphore)).start()
+        libc, semaphore = _semaphore_until("is busy")
         download = threading.Thread(target=libc.sem_wait, args=(semaphore,))
         download.start()
         download.join()  # CULPRIT
     training.accelerator.wait_for_everyone()  # WAITS
+
+
+def _semaphore_until(notice: str) -> tuple[ctypes.CDLL, ctypes.Array[ctypes.c_char]]:
+    """Return a semaphore that is free once the notice was printed."""
+    libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.sem_init(semaphore, 0, 0)
+    threading.Thread(target=lambda: _wait_for(notice) or libc.sem_post(semaphore)).start()
+    return libc, semaphore
+
+
+def compiling_in_forward(training: Training) -> None:
+    """Rank 2 is in native code of its forward pass, and the others read a loss that depends on it."""
+
+    def compile_once(*_: object) -> None:
+        libc, semaphore = _semaphore_until("Rank 2 is busy")
+        libc.sem_wait(semaphore)  # CULPRIT
+        hook.remove()
+
+    training.step()
+    training.step()
+    if training.rank == 2:
+        hook = training.model.module.register_forward_pre_hook(compile_once)
+    loss = training.step()
+    loss.item()  # WAITS
+
+
+def busy_between_steps(training: Training) -> None:
+    """Rank 3 validates in Python, and the others have started all of their steps."""
+    for index in range(4):
+        training.step()
+        while training.rank == 3 and index == 2 and not _printed("Rank 3 is busy"):
+            time.sleep(0.5)  # CULPRIT
+    training.ones(1).item()  # WAITS
+
+
+def gather_beside_values(training: Training) -> None:
+    """Rank 2 gathers, and the others read a loss."""
+    for index in range(4):
+        if training.rank == 2 and index == 2:
+            training.accelerator.gather(training.ones(2))  # CULPRIT
+        loss = training.step()
+        loss.item()  # WAITS
+
+
+def killed_beside_values(training: Training) -> None:
+    """Rank 1 is dead, and the others read a loss."""
+    for index in range(4):
+        if training.rank == 1 and index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = training.step()
+        loss.item()  # WAITS
+
+
+def failed_beside_values(training: Training) -> None:
+    """Rank 1 fails, and the others read a loss."""
+    for index in range(4):
+        if training.rank == 1 and index == 2:
+            raise ValueError("bad sample")  # CULPRIT
+        loss = training.step()
+        loss.item()  # WAITS
+
+
+def different_calls_in_a_subgroup(training: Training) -> None:
+    """Ranks 2 and 3 disagree, and ranks 0 and 1 wait for them."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][training.rank // 2]
+    if training.rank == 3:
+        dist.all_gather_into_tensor(training.ones(4), training.ones(2), group=group)  # CULPRIT
+    dist.all_reduce(training.ones(2), group=group)
+    training.accelerator.wait_for_everyone()
 
 
 def late_for_main_process_first(training: Training) -> None:
@@ -238,10 +323,11 @@ def late_for_main_process_first(training: Training) -> None:
 
 
 def healthy(training: Training) -> None:
-    """1,000 steps; a few of them are slow on one rank, by less than the threshold."""
+    """1,000 steps, or 60 on devices; a few of them are slow on one rank, by less than the threshold."""
     delays = random.Random(1)
-    for _ in range(1_000):
-        if delays.random() < 0.01:
+    steps, share_of_slow_ones = (60, 0.05) if ON_DEVICES else (1_000, 0.01)
+    for _ in range(steps):
+        if delays.random() < share_of_slow_ones:
             seconds, rank = delays.uniform(0.1, 0.8) * THRESHOLD, delays.randrange(WORLD_SIZE)
             time.sleep(seconds * (rank == training.rank))
         training.step()
@@ -283,10 +369,10 @@ def in_a_thread(training: Training) -> None:
 
 
 def _train_in_a_thread() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=not ON_DEVICES)
     try:
         if accelerator.process_index == 2:
-            accelerator.gather(torch.ones(1))  # CULPRIT
+            accelerator.gather(torch.ones(1, device=accelerator.device))  # CULPRIT
         accelerator.wait_for_everyone()
     except StuckError as error:
         print("raised in its thread:", error)
@@ -312,6 +398,8 @@ def group_closed_by_its_user(training: Training) -> None:
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
+    if ON_DEVICES:
+        _add_devices()
     running: dict[int, tuple[str, int, float]] = {}
     while names or running:
         while names and len({name for name, _, _ in running.values()}) < WORLDS_AT_ONCE:
@@ -332,6 +420,18 @@ def main() -> None:
             if time.monotonic() > begun + SECONDS_PER_WORLD:
                 os.kill(late, signal.SIGKILL)
         time.sleep(0.05)
+
+
+def _add_devices() -> None:
+    """Make this process and those forked from it ones that have devices, before any uses torch.distributed."""
+    sys.path.append(str(Path(__file__).parents[3]))
+    from tests.simulated_accelerator.build import extension
+    from tests.simulated_accelerator.faults import let_failures_be_silent
+    from tests.simulated_accelerator.registration import register
+
+    register()
+    let_failures_be_silent()
+    extension().move_in_place(True)
 
 
 def _set_up_rank(rank: int, ports: tuple[int, int], output: Path) -> None:
@@ -358,6 +458,8 @@ def _run(fault: Callable[[Training], None]) -> None:
     if handlers:
         Accelerator(cpu=True, kwargs_handlers=handlers)
     training = Training()
+    if ON_DEVICES and fault.__name__ not in WITH_BARRIERS_OF_THE_HOST:
+        training.bind_to_device()
     explain = sys.excepthook
 
     def explain_and_print_time(*error: object) -> None:
@@ -366,6 +468,7 @@ def _run(fault: Callable[[Training], None]) -> None:
 
     sys.excepthook = explain_and_print_time
     fault(training)
+    training.finish()
     print("finished", flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +35,20 @@ class Ended:
         return float(re.findall(r"^reported after ([\d.]+) s", self.printed, re.MULTILINE)[0])
 
 
-def run(folder: Path, *names: str) -> None:
+def run(folder: Path, *names: str, on_devices: bool = False) -> None:
     environment = {
         "ACCELERATE_HANG_SECONDS": str(THRESHOLD),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "ACCELERATE_USE_CPU": "true",
         "TORCH_FR_BUFFER_SIZE": "100",
     }
+    on_the_host = {"ACCELERATE_USE_CPU": "true"}
+    on_simulated_devices = {
+        "FAULTS_ON_SIMULATED_ACCELERATORS": "1",
+        "SIMULATED_ACCELERATOR_DEVICES": "4",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # DDP has no clock for such a device
+    }
+    environment |= on_simulated_devices if on_devices else on_the_host
     command = [sys.executable, str(FAULTS), str(folder), *names]
     warm.run(command, env=os.environ | environment, check=True, timeout=900)
 
@@ -82,13 +89,17 @@ OTHERS = ("ragged_shapes", "last_call_on_one_rank", "handled_exception", "lock_a
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all faults once, also where several processes of pytest share the tests."""
-    parts = tmp_path_factory.getbasetemp()
-    where = (parts.parent if "PYTEST_XDIST_WORKER" in os.environ else parts) / "faults"
+    return run_once(tmp_path_factory, "faults", [*DISAGREEMENTS, *MISSING, *NO_FAULTS, *OTHERS])
+
+
+def run_once(factory: pytest.TempPathFactory, name: str, faults: Iterable[str], *, on_devices: bool = False) -> Path:
+    """Run faults once, also where several processes of pytest share the tests; return where their outputs are."""
+    parts = factory.getbasetemp()
+    where = (parts.parent if "PYTEST_XDIST_WORKER" in os.environ else parts) / name
     with FileLock(where.with_suffix(".lock")):
         if not where.exists():
             where.mkdir()
-            run(where, *DISAGREEMENTS, *MISSING, *NO_FAULTS, *OTHERS)
+            run(where, *faults, on_devices=on_devices)
     return where
 
 

@@ -23,6 +23,7 @@ def at(
     idle: float = THRESHOLD,
     lost_peer: bool = False,
     at_store: bool = False,
+    outstanding: str | None = None,
 ) -> Report:
     call = f"{operation.partition('(')[0]}()" if phase == COLLECTIVE else ""
     operation = operation if phase == COLLECTIVE else ""
@@ -36,6 +37,8 @@ def at(
         lost_peer=lost_peer,
         collectives_started=started,
         has_subgroups=subgroups,
+        is_async=outstanding is not None,
+        outstanding=outstanding,
     )
 
 
@@ -169,3 +172,41 @@ def test_verdicts_and_reports_travel_as_text() -> None:
     report, verdict = at(1, group=[0, 1]), judged(at(0), at(1, "barrier()"))
     assert Report.from_json(report.to_json()) == report
     assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+# --- asynchronous collectives -----------------------------------------------------------------------------------------
+
+
+def test_different_calls_with_the_same_number_are_a_mismatch_on_a_device() -> None:
+    verdict = judged(
+        at(0, "all_gather_into_tensor(Float[4])", outstanding="0:7"), at(1, outstanding="0:7"), at(2, outstanding="0:7")
+    )
+    assert (verdict.fatal, verdict.culprits) == (True, [0])
+
+
+def test_what_was_started_behind_a_collective_of_a_device_does_not_matter() -> None:
+    verdict = judged(
+        at(0, "all_gather_into_tensor(Float[4])", outstanding="0:7", started=8),
+        at(1, "broadcast(Int[6])", outstanding="0:7"),
+        at(2, "broadcast(Int[6])", outstanding="0:7"),
+    )
+    assert (verdict.fatal, verdict.culprits) == (True, [0])
+
+
+def test_a_device_that_is_in_an_earlier_collective_is_waited_for() -> None:
+    verdict = judged(
+        at(0, "broadcast(Float[4])", outstanding="0:7"), at(1, outstanding="0:8"), at(2, outstanding="0:8")
+    )
+    assert not verdict.fatal
+    assert verdict.text.startswith("The ranks are in different calls, which need not wait for each other: ")
+    assert "all_reduce() (train.py:11)" in verdict.text
+
+
+def test_a_rank_that_compiles_while_devices_wait_is_busy() -> None:
+    verdict = judged(at(0, outstanding="0:7"), at(1, phase=FORWARD, idle=0.0), at(2, outstanding="0:7"))
+    assert not verdict.fatal
+    assert "Rank 1 is busy at train.py:11" in verdict.text
+
+
+def test_shapes_of_the_recorder_are_not_compared_with_those_of_a_host() -> None:
+    assert not judged(at(0, "all_reduce(Float[3])", outstanding="0:7"), at(1, "all_reduce(float32[3])")).fatal

@@ -91,7 +91,7 @@ def test_a_group_that_its_user_closes() -> None:
 @ranks(2)
 def test_a_notice_comes_again_after_twice_the_time() -> None:
     accelerator = Accelerator(cpu=True)
-    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0, accelerator.device)
     own = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=3, idle_seconds=3)
     for expected in (6.0, 12.0, 24.0):
         watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
@@ -103,7 +103,7 @@ def test_a_notice_comes_again_after_twice_the_time() -> None:
 @ranks(2)
 def test_a_rank_that_lost_its_peer_gets_a_verdict_that_knows_it() -> None:
     accelerator = Accelerator(cpu=True)
-    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0)
+    watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0, accelerator.device)
     watcher._observer.lost_peer_error = RuntimeError("Connection closed by peer")
     before = Report(rank=0, place=Place(phase=USER_CODE), stalled_seconds=0, idle_seconds=0)
     knowing = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=0, idle_seconds=0, lost_peer=True)

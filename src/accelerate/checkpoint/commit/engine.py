@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ..formats import codec
-from ..formats.saving import flush
+from ..formats.mapping import THREADS
+from ..formats.saving import flush, on_host
 from ..group import CheckpointGroup
 from ..layout import (
     COMMIT_FILE,
@@ -99,7 +100,7 @@ class Draft:
         if part.name in self.states:
             return self.states[part.name]
         with part_errors(part, "could not be captured"):
-            return part.capture()
+            return on_host(part.capture())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +318,7 @@ class _Consensus:
 
 
 def _check_contents(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    with ThreadPoolExecutor(codec.THREADS) as checkers:
+    with ThreadPoolExecutor(THREADS) as checkers:
         for file, facts in files.items():
             if (folder / file).is_file() and codec.facts_of(folder / file, checkers) != facts:
                 raise ValueError(f"{file} is damaged: its checksum differs from the recorded one")
@@ -351,7 +352,7 @@ def write_parts(draft: Draft, parts: Sequence[Part], group: CheckpointGroup) -> 
 
     The order is reversed, because optimizers are larger than models and the work on the last part is not overlapped.
     """
-    with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(codec.THREADS) as checkers:
+    with ThreadPoolExecutor(thread_name_prefix="checkpoint") as pool, ThreadPoolExecutor(THREADS) as checkers:
         pending: dict[Path, tuple[Future[None], Future[FileFacts]]] = {}
         # Folders first: writing them is collective, so no rank may have failed before.
         for part in [*(part for part in parts if part.is_folder), *(p for p in reversed(parts) if not p.is_folder)]:
@@ -389,7 +390,7 @@ def all_files(folder: Path, known: dict[str, FileFacts]) -> dict[str, FileFacts]
     """Return the facts of every file in a folder; those that are not known are computed."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     found = {file: path for file, path in found.items() if file != COMMIT_FILE and ".partial-" not in path.name}
-    with ThreadPoolExecutor(codec.THREADS) as checkers:
+    with ThreadPoolExecutor(THREADS) as checkers:
         facts = {}
         for file, path in found.items():
             if file not in known:

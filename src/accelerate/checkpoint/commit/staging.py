@@ -11,15 +11,22 @@ from torch import Tensor
 
 from ...parallel.modules.dtensors import dtensor_like, local
 from ...runtime.collectives.nested import leaves
-from ..formats.codec import THREADS
+from ...runtime.devices import device as devices
+from ..formats.mapping import THREADS
 from ..formats.saving import storage_key
 
 
 class Staging:
-    """Copies of tensors that training does not modify. They hold one checkpoint, so at most one save is pending."""
+    """Copies of tensors that training does not modify. They hold one checkpoint, so at most one save is pending.
+
+    Tensors of a device are copied to pinned memory on a stream of its own. The copies begin after what training has
+    enqueued so far, and what it enqueues later waits for them on the device. The host waits in `synchronize()` only.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, list[Tensor]] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._copied: list[torch.Event] = []
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +47,7 @@ class Staging:
             source = local(tensor.detach())
             buffer = old[len(new)] if len(new) < len(old) else None
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype)
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=devices.has_streams(source.device))
             new.append(buffer)
             sources.append(source)
             copies[key] = dtensor_like(tensor, buffer)
@@ -48,10 +55,31 @@ class Staging:
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
         staged = deepcopy(state, copies_of)  # arrays and lists are modified by training too
+        late = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if buffer.is_pinned()]
+        now = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if not buffer.is_pinned()]
+        for device in {source.device for _, source in late}:
+            self._copy_from(device, [pair for pair in late if pair[1].device == device])
         with ThreadPoolExecutor(THREADS) as pool:  # one thread does not saturate the memory bandwidth
-            list(pool.map(Tensor.copy_, new, sources))
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), now))
         self._buffers[name] = new
         return staged
+
+    def _copy_from(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Enqueue copies of a device's tensors to the host."""
+        training = torch.accelerator.current_stream(device)
+        stream = self._streams.setdefault(device, torch.Stream(device))
+        stream.wait_stream(training)
+        with stream:
+            for buffer, source in pairs:
+                buffer.copy_(source, non_blocking=True)
+        copied = stream.record_event()
+        training.wait_event(copied)  # the next step modifies the tensors
+        self._copied.append(copied)
+
+    def synchronize(self) -> None:
+        """Wait until all copies are complete."""
+        while self._copied:
+            self._copied.pop().synchronize()
 
     def clear(self) -> None:
         """Free the buffers."""

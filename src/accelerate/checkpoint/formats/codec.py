@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import os
 import pickle
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 
+from ...runtime.collectives.nested import leaves
 from ..layout import FileFacts
+from .mapping import copy_storages
 
-THREADS = min(8, os.cpu_count() or 1)
-"""Enough to saturate the memory bandwidth."""
 _BLOCK = 1 << 25
 _PIECE = 1 << 20
 
@@ -57,7 +58,10 @@ def _without_crc32() -> Iterator[None]:
 
 
 def read(path: Path, **load_options: Any) -> Any:
-    """Read an object; files in torch's format may hold data only, unless `weights_only=False` is given."""
+    """Read an object; files in torch's format may hold data only, unless `weights_only=False` is given.
+
+    The tensors have memory of their own, unless `mmap=True` is given: the file may be deleted, also on a network disk.
+    """
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -65,13 +69,20 @@ def read(path: Path, **load_options: Any) -> Any:
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True} | load_options
     try:
         with torch.serialization.safe_globals(_plain_data()):
-            return torch.load(path, **options)
+            if "mmap" in options or not options["weights_only"] or not zipfile.is_zipfile(path):
+                return torch.load(path, **options)
+            mapped = torch.load(path, mmap=True, **options)
+        return deepcopy(mapped, copy_storages(leaf for leaf in leaves(mapped) if _is_plain_tensor(leaf)))
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
             f"{path} is not loaded, because it holds more than data{_culprit(error)}. If you trust where it comes "
             "from, allow the class with torch.serialization.add_safe_globals, or pass "
             'load_kwargs={"weights_only": False}'
         ) from error
+
+
+def _is_plain_tensor(leaf: Any) -> bool:
+    return type(leaf) is torch.Tensor and leaf.layout == torch.strided and not (leaf.is_quantized or leaf.requires_grad)
 
 
 def unsafe_globals_in(path: Path) -> list[str]:

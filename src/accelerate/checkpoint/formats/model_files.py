@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...runtime.loop.progress import progress
 from . import codec
-from .saving import atomic_write, clean_state_dict_for_safetensors, flush
+from .saving import atomic_write, clean_state_dict_for_safetensors, flush, on_host
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -37,6 +37,7 @@ def save_model_files(
 ) -> list[str]:
     """Write a state as one file or as shards. Files of an earlier save are replaced once the new ones are complete."""
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    state = on_host(state)
     tensors = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
     shards = _shards(tensors, parse_size(max_shard_size))
     names = [

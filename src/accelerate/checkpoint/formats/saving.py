@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from ...parallel.modules.dtensors import mesh_of
+from ...runtime.collectives.nested import recursively_apply
+from ...runtime.devices import xla
+from ...runtime.devices.device import is_xla
 from ...runtime.group.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ def save(
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"save() cannot write {path}: {directory} is not a directory. Create it first.")
+    obj = on_host(obj)
     with atomic_write(path) as partial:
         if safe_serialization:
             from safetensors.torch import save_file  # on first use: importing the library stays quick
@@ -104,7 +108,30 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...]:
     """
     if mesh_of(tensor) is not None:
         return (id(tensor),)
+    if is_xla(tensor.device):  # without an address
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def on_host(state: Any) -> Any:
+    """Return a state with tensors of XLA copied to the host, where they have memory; tied ones stay tied."""
+    if not is_xla(Runtime.current().device):
+        return state
+    generator = xla.get_rng_state()  # which a sync advances: a run that saves must go on like one that loads
+    xla.sync()  # once: reading a tensor would run what it depends on, one by one
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not is_xla(tensor.device):
+            return tensor
+        key = storage_key(tensor) if tensor.numel() else (id(tensor),)
+        if key not in copies:
+            copies[key] = tensor.detach().cpu()
+        return copies[key]
+
+    state = recursively_apply(copied, state)
+    xla.set_rng_state(generator)
+    return state
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:
@@ -124,5 +151,7 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return the identity of the storage of a tensor: device, address, size."""
+    if is_xla(tensor.device):
+        return tensor.device, tensor.untyped_storage()._cdata, tensor.nbytes
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()

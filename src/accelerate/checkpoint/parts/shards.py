@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...parallel.modules.dtensors import dtensor_like, local
 from ..formats import codec
 from ..group import CheckpointGroup
 from .states import ModelPart, OptimizerPart
@@ -141,7 +142,7 @@ class ShardedModelPart(ModelPart):
         there = sizes_in(path)
         own = _tensors_of(self.model)
         into = {
-            f"model.{name}": torch.empty_like(tensor.detach())
+            f"model.{name}": _on_host(tensor, tensor.dtype)
             for name, tensor in own.items()
             if f"model.{name}" in there and there[f"model.{name}"].size == tensor.shape
         }
@@ -150,6 +151,11 @@ class ShardedModelPart(ModelPart):
         for name, facts in there.items():  # `objection` compares these shapes and names
             found.setdefault(name.removeprefix("model."), torch.empty(facts.size, device="meta"))
         return found
+
+
+def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor with the same shards in host memory; the device would hold everything twice."""
+    return dtensor_like(tensor.detach(), torch.empty(local(tensor.detach()).shape, dtype=dtype))
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -202,7 +208,7 @@ class ShardedOptimizerPart(OptimizerPart):
                 if full_name.startswith(stem) and "." not in full_name.removeprefix(stem):
                     like = facts.size == param.shape
                     into[full_name] = (
-                        torch.empty_like(param.detach(), dtype=facts.properties.dtype)
+                        _on_host(param, facts.properties.dtype)
                         if like
                         else torch.empty(facts.size, dtype=facts.properties.dtype)
                     )
@@ -240,6 +246,7 @@ class ShardedOptimizerPart(OptimizerPart):
         own = self.owner.state_dict()["param_groups"]
         options = plain["groups"] or [{} for _ in own]
         groups = [{**group, **saved} for group, saved in zip(own, options, strict=True)]
+        self.owner.state.clear()  # the device need not hold the old moments beside the new ones
         self.owner.load_state_dict({"state": per_index, "param_groups": groups})
 
 

@@ -218,6 +218,9 @@ class OptimizerPart(StatefulPart):
                 for index, moments_of_one in state["state"].items()
             }
             state = {**state, "state": moments}
+        optimizer = getattr(self.owner, "optimizer", self.owner)
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            optimizer.state.clear()  # it is replaced: else the device holds the old moments beside the new ones
         self.owner.load_state_dict(state)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.launch.files import MISSING_ENGINES
 from ...config.launch.options import AWS
 from ...launch.devices import count_accelerators, count_cores
 from . import asking
@@ -61,7 +60,7 @@ def ask() -> dict[str, Any]:
 
 def _device(accelerators: int) -> str:
     found = f"{accelerators} found here" if accelerators else "none found here: a file for another machine"
-    engines = dict.fromkeys((*MISSING_ENGINES.values(), AWS), _NOT_YET)
+    engines = {AWS: _NOT_YET}
     return asking.choose(
         "Where should your script run?",
         {

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
-from ..launch import add_launch_options, add_script, launch_flags
+from ..launch import LAUNCHER, add_launch_options, add_script, launch_flags
 
 _DESCRIPTION = (
     "Run a script for some steps. Run it again, kill it in the middle and restart it. Compare the loss, the "
@@ -72,7 +72,7 @@ def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> 
     variables = {TRACE_FOLDER: str(folder), trace.LAST: str(last)}
     if kill_at is not None:
         variables[trace.KILL_AT] = str(kill_at)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
+    command = [*LAUNCHER, *words]
     ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if (ended.returncode == 0) == (kill_at is not None):
         sys.stderr.write(ended.stdout[-2000:] + ended.stderr[-6000:])

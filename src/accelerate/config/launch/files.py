@@ -39,8 +39,6 @@ ENGINE_OF_SWITCH = {
     "use_parallelism_config": PARALLELISM,
     "tpu": TPU,
 }
-MISSING_ENGINES = {switch: ENGINE_OF_SWITCH[switch] for switch in ("use_megatron_lm", "tpu")}
-"""Engines that can be requested and that this version does not support."""
 
 
 def config_folder() -> Path:

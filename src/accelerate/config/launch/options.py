@@ -109,7 +109,7 @@ _LAUNCH = (
         read=yes_no, yaml="use_cpu", variable="ACCELERATE_USE_CPU",
     ),
     Option(name="multi_gpu", help="one process per accelerator", group=HARDWARE, switch=True, default=False),
-    Option(name="tpu", help="run on TPUs", group=HARDWARE, switch=True, default=False, engine=TPU),
+    Option(name="tpu", help="run on TPUs, through torch_xla", group=HARDWARE, switch=True, default=False, engine=TPU),
     Option(
         name="mixed_precision", help="number format of the forward pass", group=RESOURCES,
         choices=tuple(PrecisionType.list()), yaml="mixed_precision", variable="ACCELERATE_MIXED_PRECISION",
@@ -218,7 +218,7 @@ _LAUNCH = (
     Option(name="no_python", switch=True, group=SCRIPT, help="the script is an executable program, not Python"),
     Option(
         name="main_training_function", group=SCRIPT, yaml="main_training_function",
-        help="function that a TPU pod would call; has no effect here",
+        help="with --tpu: call this function of the script in a process for every device, which torch_xla starts",
     ),
 )  # fmt: skip
 
@@ -408,8 +408,8 @@ _ELSEWHERE = (
            read=yes_no, yaml="tpu_use_sudo"),
     Option(name="vm", help="a TPU host", group=TPU, repeated=True, engine=TPU, yaml="tpu_vm"),
     Option(name="env", help="a variable for the TPU hosts", group=TPU, repeated=True, engine=TPU, yaml="tpu_env"),
-    Option(name="downcast_bf16", help="bf16 for double as well", group=TPU, switch=True, default=False, engine=TPU,
-           read=yes_no, yaml="downcast_bf16", variable="ACCELERATE_DOWNCAST_BF16"),
+    Option(name="downcast_bf16", help="with bf16: store fp32 as bf16, and double as fp32", group=TPU, switch=True,
+           default=False, engine=TPU, read=yes_no, yaml="downcast_bf16", variable="ACCELERATE_DOWNCAST_BF16"),
     Option(name="aws_access_key_id", help="AWS key", group=AWS, engine=AWS),
     Option(name="aws_secret_access_key", help="AWS secret", group=AWS, engine=AWS),
 )  # fmt: skip

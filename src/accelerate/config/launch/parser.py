@@ -19,6 +19,7 @@ VERBS = {
     "to-fsdp2": "convert a configuration file from FSDP1 to FSDP2",
     "verify-resume": "check that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
+    "tpu-config": "run commands on every host of a TPU pod, by gcloud",
     "watch": "show the step time of every rank, live in the terminal",
 }
 GIVEN = "_given"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedSettingError
-from ..environment import read
+from ..environment import MEGATRON_FIELDS, read
 from ..origins import NOT_YET, Resolved
-from .files import ENGINE_OF_SWITCH, MISSING_ENGINES, ConfigFile, engine_of_kind
-from .options import COMPILE, FP8, OPTIONS, Option, as_flags
+from ..packages import has_package
+from .files import ENGINE_OF_SWITCH, ConfigFile, engine_of_kind
+from .options import COMPILE, FP8, OPTIONS, Option, as_flags, yes_no
+
+if TYPE_CHECKING:
+    from ..plugins.megatron import MegatronLMPlugin
 
 DEFAULT = "default"
 FLAG = "flag "
@@ -91,12 +95,39 @@ class LaunchSettings:
 
     def refuse_missing_engines(self, config: ConfigFile | None) -> None:
         """Raise if an unsupported engine is requested, instead of silently running something else."""
-        for switch, engine in MISSING_ENGINES.items():
-            if self.resolved[switch].value:
-                raise UnsupportedSettingError(f"{engine} ({self.origin(switch)})", NOT_YET, _without(switch))
+        self.megatron()  # refuses what has no counterpart
+        if self.resolved["tpu"].value:
+            self._refuse_missing_xla()
         if config is not None and (service := engine_of_kind(config.kind)) is not None:
             raise UnsupportedSettingError(
                 f"{service} ({config.path}: compute_environment)", NOT_YET, "Use compute_environment: LOCAL_MACHINE."
+            )
+
+    def megatron(self) -> MegatronLMPlugin | None:
+        """Return Megatron-LM's settings of this launch, or None where they are not asked for."""
+        if not self.resolved["use_megatron_lm"].value:
+            return None
+        from ..plugins.megatron import MegatronLMPlugin
+
+        fields_given: dict[str, Any] = {}
+        for name, kind in MEGATRON_FIELDS.items():
+            if self.given(f"megatron_lm_{name}"):
+                value = self.resolved[f"megatron_lm_{name}"].value
+                fields_given[name] = yes_no(value) if kind is bool else value
+        return MegatronLMPlugin(**fields_given)
+
+    def _refuse_missing_xla(self) -> None:
+        if not has_package("torch_xla"):
+            raise UnsupportedSettingError(
+                f"TPU ({self.origin('tpu')})",
+                "torch_xla is not installed.",
+                "Run `pip install torch_xla`; with torch_tpu, leave --tpu out.",
+            )
+        if self.resolved["tpu_use_cluster"].value:
+            raise UnsupportedSettingError(
+                f"tpu_use_cluster ({self.origin('tpu_use_cluster')})",
+                "the hosts of a pod are reached by Google's tools.",
+                "Run this launch on every host: gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...",
             )
 
     def _used_engines(self) -> set[str]:
@@ -151,7 +182,3 @@ def _from_environment(option: Option, word: str) -> Any:
             f"choose one of {', '.join(option.choices)}."
         )
     return value
-
-
-def _without(switch: str) -> str:
-    return f"Leave --{switch} out, or set `distributed_type` in the file to MULTI_CPU or MULTI_GPU."

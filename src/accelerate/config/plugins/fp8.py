@@ -32,7 +32,7 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """Tune fp8 through NVIDIA's TransformerEngine, which this version refuses."""
+    """Tune fp8 through NVIDIA's TransformerEngine. A field that is None is left to the environment and its default."""
 
     use_autocast_during_eval: bool | None = None
     """Compute in fp8 in evaluation too."""
@@ -78,6 +78,7 @@ class Fp8Settings:
     backend: FP8BackendType
     backend_origin: str
     recipe: AORecipeKwargs
+    te_recipe: TERecipeKwargs
     in_code: KwargsHandler | None
     """The recipe among the `kwargs_handlers`, if there is one."""
 
@@ -97,7 +98,13 @@ class Fp8Settings:
                 f"fp8_backend {backend.value!r} (from {backend.origin}) is unknown: choose one of {choices}."
             )
         recipe = in_code if isinstance(in_code, AORecipeKwargs) else AORecipeKwargs()
-        return cls(backend=FP8BackendType[name], backend_origin=backend.origin, recipe=_filled(recipe), in_code=in_code)
+        return cls(
+            backend=FP8BackendType[name],
+            backend_origin=backend.origin,
+            recipe=_filled(recipe),
+            te_recipe=_filled_te(in_code if isinstance(in_code, TERecipeKwargs) else TERecipeKwargs()),
+            in_code=in_code,
+        )
 
     def warn_of_other_format(self, mixed_precision: str) -> None:
         """Warn if a recipe was given for a run that does not compute in fp8."""
@@ -108,16 +115,16 @@ class Fp8Settings:
             )
 
     def refuse_other_engines(self) -> None:
-        """Raise if the backend of fp8 is not torchao."""
+        """Raise if the backend of fp8 is neither torchao nor TransformerEngine."""
         if self.backend != FP8BackendType.AO:
             raise UnsupportedSettingError(
                 f"fp8 through {_ENGINES.get(self.backend, 'nobody')} ({self.backend_origin})",
-                "this version computes in fp8 through torchao only.",
+                "this version computes in fp8 through torchao or TransformerEngine.",
                 "Use AORecipeKwargs() or --fp8_backend ao, with `pip install torchao`.",
             )
 
 
-_ENGINES = {FP8BackendType.TE: "TransformerEngine", FP8BackendType.MSAMP: "MS-AMP"}
+_ENGINES = {FP8BackendType.MSAMP: "MS-AMP"}
 
 
 def _backend_of(recipe: KwargsHandler) -> str:
@@ -137,3 +144,17 @@ def _filled(recipe: AORecipeKwargs) -> AORecipeKwargs:
             "fp8_enable_fsdp_float8_all_gather", recipe.enable_fsdp_float8_all_gather, False
         ).value,
     )
+
+
+def _filled_te(recipe: TERecipeKwargs) -> TERecipeKwargs:
+    """Fill open fields from the environment."""
+    settings = {field: f"fp8_{field.removeprefix('fp8_')}" for field in _TE_FIELDS}
+    values = {field: resolve(name, getattr(recipe, field), None).value for field, name in settings.items()}
+    return TERecipeKwargs(
+        override_linear_precision=recipe.override_linear_precision,
+        use_mxfp8_block_scaling=recipe.use_mxfp8_block_scaling,
+        **values,
+    )
+
+
+_TE_FIELDS = ("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo")

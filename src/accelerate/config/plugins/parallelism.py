@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..environment import read_parallelism
@@ -12,7 +12,7 @@ from ..meshes import build_mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """From the outermost axis to the innermost, which communicates most."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -29,6 +29,36 @@ class TorchTensorParallelConfig:
 
     enable_async_tp: bool = False
     """Overlap communication with the matrix products; needs `torch.compile` on CUDA."""
+    sequence_parallel: bool = field(default=False, kw_only=True)
+    """Split sequences where layers are not split: between attention and MLP of a block, and from block to block."""
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Ask for tensor parallelism: the older form of `ParallelismConfig(tp_size=...)`, which it becomes."""
+
+    tp_size: int = 1
+    """Processes that split each layer; the others see different samples."""
+    torch_device_mesh: Any = None
+    """A mesh whose size along "tp" is `tp_size`. The mesh of the run is made anew."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tp_size, int) or self.tp_size < 1:
+            raise ValueError(f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}): expected 1 or more.")
+        names = getattr(self.torch_device_mesh, "mesh_dim_names", None) or ()
+        if self.torch_device_mesh is not None and ("tp" not in names or self._size_of_mesh() != self.tp_size):
+            raise ValueError(
+                f"TorchTensorParallelPlugin(tp_size={self.tp_size}): torch_device_mesh needs an axis tp of that size."
+            )
+
+    def _size_of_mesh(self) -> int:
+        return int(self.torch_device_mesh["tp"].size())
+
+    def parallelism(self) -> ParallelismConfig:
+        """Return the mesh."""
+        return ParallelismConfig(
+            tp_size=self.tp_size, dp_replicate_size=REST, dp_shard_size=1, cp_size=1, pp_size=1, sp_size=1
+        )
 
 
 @dataclass
@@ -42,6 +72,35 @@ class TorchContextParallelConfig:
         self.cp_comm_strategy = self.cp_comm_strategy or read_parallelism("cp_comm_strategy") or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown: choose allgather or alltoall.")
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Tune DeepSpeed's sequence parallelism (Ulysses), which a later version has: `sp_size` is refused until then."""
+
+    sp_seq_length: int | None = None
+    """Length of the sequences; needed if it is the same for all batches."""
+    sp_seq_length_is_variable: bool | None = None
+    """Whether lengths differ from batch to batch; by default they do."""
+    sp_attn_implementation: str | None = None
+    """Attention of the model: "sdpa" or one of flash attention's."""
+
+    def __post_init__(self) -> None:
+        for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
+            if getattr(self, name) is None:
+                setattr(self, name, read_parallelism(name))
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = True
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ValueError(
+                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sp_seq_length must be provided, in "
+                "code or by the variable PARALLELISM_CONFIG_SP_SEQ_LENGTH."
+            )
+        if self.sp_attn_implementation in ("eager", "flex_attention"):
+            raise ValueError(
+                f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={self.sp_attn_implementation!r}): 'eager' and "
+                "'flex_attention' are not supported with sequence parallelism."
+            )
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -63,6 +122,8 @@ class PipelineConfig:
     example_inputs: Any = None
     """What the model is called with: a tensor, a tuple, a dict of keyword arguments, or a function that makes one.
     Needed only where modules are registered in another order than they run in."""
+    layers_per_stage: int | None = field(default=None, kw_only=True)
+    """Blocks of a stage, with "interleaved", instead of `stages_per_rank`."""
 
     def __post_init__(self) -> None:
         self.schedule = self.schedule.lower()
@@ -76,8 +137,26 @@ class PipelineConfig:
                 f"PipelineConfig(schedule={self.schedule!r}, stages_per_rank={self.stages_per_rank}): several stages "
                 'on a process are "interleaved", and that schedule needs at least 2; the others have 1.'
             )
+        if self.layers_per_stage is not None and (self.layers_per_stage < 1 or not interleaved):
+            raise ValueError(
+                f"PipelineConfig(schedule={self.schedule!r}, layers_per_stage={self.layers_per_stage}): it is the "
+                'number of blocks of a stage, 1 or more, and for schedule="interleaved" only.'
+            )
         if self.microbatches is not None and self.microbatches < 1:
             raise ValueError(f"PipelineConfig(microbatches={self.microbatches}): a batch has at least 1 part.")
+
+    def fitted(self, num_blocks: int, pp_size: int) -> PipelineConfig:
+        """Return the configuration for a model with this many blocks, which `layers_per_stage` divides into stages."""
+        if self.layers_per_stage is None:
+            return self
+        per_rank, rest = divmod(num_blocks, self.layers_per_stage * pp_size)
+        if rest or per_rank < 2:
+            fit = [n for n in range(1, num_blocks // pp_size) if num_blocks % (n * pp_size) == 0]
+            raise ValueError(
+                f"PipelineConfig(layers_per_stage={self.layers_per_stage}): {num_blocks} blocks on {pp_size} processes "
+                f"with several equal stages each. Numbers that work: {', '.join(map(str, fit)) or 'none'}."
+            )
+        return replace(self, stages_per_rank=per_rank, layers_per_stage=None)
 
     def stages_of(self, rank: int, pp_size: int) -> list[int]:
         """Return the stages of a process; stages are assigned round-robin."""
@@ -120,14 +199,14 @@ class ParallelismConfig:
     cp_backend: str | None = None
     """Implementation of context parallelism: "torch", the only choice."""
     sp_size: int | None = None
-    """Processes of DeepSpeed's sequence parallelism. More than 1 is refused by this version."""
+    """Processes of DeepSpeed's sequence parallelism, which a later version has. More than 1 is refused."""
     sp_backend: str | None = None
     """Implementation of sequence parallelism. Nothing reads it."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Details of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
     """Details of context parallelism."""
-    sp_handler: Any = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
     """Details of sequence parallelism. Nothing reads it."""
     pp_size: int | None = None
     """Processes that each hold some of the layers: pipeline parallelism."""
@@ -150,6 +229,8 @@ class ParallelismConfig:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_handler is None and self.cp_enabled:
             self.cp_handler = TorchContextParallelConfig()
+        if self.sp_handler is None and self.sp_enabled:
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
         if self.pp_handler is None and self.pp_enabled:
             self.pp_handler = PipelineConfig()
         self.device_mesh: DeviceMesh | None = None
@@ -238,7 +319,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Return the axes whose processes work on the same samples."""
-        return self._active("pp", "cp", "tp")
+        return self._active("pp", "cp", "sp", "tp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -284,18 +365,19 @@ class ParallelismConfig:
             f"{num_processes}. {remedy}."
         )
 
-    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the names and the sizes of the axes that have more than one process."""
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        """Return the names and the sizes of the axes that have more than one process; nothing where none has."""
         axes = tuple(self.active_mesh_dims)
-        return axes, tuple(map(self.size, axes))
+        return (axes, tuple(map(self.size, axes))) if axes else ()
 
-    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of all processes, with the flattened views `dp`, `dp_shard_cp` and `dp_cp` where they exist."""
-        self.device_mesh = build_mesh(*self._get_mesh(), device_type, VIEWS)
+        if mesh := self._get_mesh():
+            self.device_mesh = build_mesh(*mesh, device_type, VIEWS)
         return self.device_mesh
 
-    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return the mesh, made on first use."""
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, made on first use; None where no axis has more than one process."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError(
@@ -303,7 +385,6 @@ class ParallelismConfig:
                     '"cuda", to build it.'
                 )
             self.build_device_mesh(device_type)
-        assert self.device_mesh is not None
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...errors.callers import warn
 from ...runtime import phases
-from ...runtime.collectives.nested import send_to_device
+from ...runtime.collectives.nested import named_leaves, send_to_device
 from ...runtime.devices import device as devices
+from ...runtime.devices import xla
 from ...runtime.loop.gradient_state import GradientState
 from ...runtime.loop.progress import progress
 from ..metrics import PartialRound
@@ -422,7 +423,24 @@ class PreparedLoader(DataLoader[Any]):
         device = self.device
         if device is None or devices.is_cpu(device):
             return None  # batches are made on the CPU
-        return lambda batch: send_to_device(batch, device, non_blocking=self._non_blocking)
+
+        if devices.is_xla(device):
+            return self._place_on_xla
+
+        def place(batch: Any) -> Any:
+            # A copy may wait for the device, and so for the rest of the last step and for slower ranks.
+            with phases.during(phases.WAITING):
+                return send_to_device(batch, device, non_blocking=self._non_blocking)
+
+        return place
+
+    def _place_on_xla(self, batch: Any) -> Any:
+        """End the graph of the last batch, move the next one, and shard it."""
+        with phases.during(phases.WAITING):
+            xla.loop.close_batch()
+            placed = send_to_device(batch, self.device, self._non_blocking)  # type: ignore[arg-type]
+            xla.loop.open_batch(named_leaves(placed))
+            return placed
 
 
 @contextmanager

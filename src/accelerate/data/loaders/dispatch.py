@@ -23,6 +23,7 @@ from ...runtime.collectives.nested import (
     recursively_apply,
     slice_tensors,
 )
+from ...runtime.collectives.operations import sendable
 from ...runtime.group.runtime import Runtime
 from ..order.orders import SynchronizedRandomSampler
 from ..order.position import Position
@@ -247,7 +248,7 @@ class DataLoaderDispatcher(PreparedLoader):
         flat = [leaves(part) for part in parts]
         for tensors in zip(*flat, strict=True):
             staged = [tensor.to(self._comm_device).contiguous() for tensor in tensors]
-            dist.scatter(torch.empty_like(staged[0]), staged, src=0)
+            dist.scatter(sendable(torch.empty_like(staged[0])), [sendable(tensor) for tensor in staged], src=0)
             self.bytes_scattered += sum(tensor.nbytes for tensor in staged[1:])
         return parts[0]
 
@@ -285,7 +286,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _receive(self, info: TensorInformation) -> Tensor:
         tensor = torch.empty(info.shape, dtype=info.dtype, device=self._comm_device)
-        dist.scatter(tensor, None, src=0)
+        dist.scatter(sendable(tensor), None, src=0)
         return tensor
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -14,6 +13,7 @@ from ...config.enums import RNGType
 from ...errors.callers import warn
 from ...runtime import phases
 from ...runtime.collectives.nested import find_batch_size
+from ...runtime.collectives.operations import all_gather_single
 from ...runtime.loop.random import synchronize_rng_states
 from ..metrics import PartialRound
 from ..order.indices import SkipBatchSampler
@@ -273,9 +273,9 @@ class DataLoaderShard(PreparedLoader):
         counts = [own]
         if self.num_processes > 1:
             tensor = torch.tensor([own], device=self.device or "cpu")
-            gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-            dist.all_gather(gathered, tensor, group=self.group)
-            counts = [int(count) for count in gathered]
+            gathered = tensor.new_empty(self.num_processes)
+            all_gather_single(gathered, tensor, group=self.group)
+            counts = gathered.tolist()  # one synchronisation with the device, not one for each rank
         return counts
 
 

@@ -128,7 +128,7 @@ def estimate(
     *,
     batch: Batch | None = None,
     loss: Loss | None = None,
-    spread: Spread = Spread(),  # noqa: B008
+    spread: Spread = Spread(),
     pure: bool = False,
 ) -> Estimate:
     """Estimate the memory of a model in a format, per process. It may be on the meta device, and is not changed.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.formats.mapping import is_mapped
 from ..tensors import Device, named_module_tensors, set_module_tensor_to_device
 from .hooks import AlignDevicesHook, SequentialHook
-from .mapping import is_mapped
 
 
 def _align_hook(module: nn.Module) -> AlignDevicesHook | None:

@@ -2,8 +2,8 @@
 
 The order is that of the modules at first, and then that of the last forward pass. At any time there are the weights of
 the layer that computes and of the next one, no more. Layers on the CPU use mapped files in place, see [Note: mapped
-memory]. For an accelerator the weights are read into pinned memory and copied when their layer is called, so that the
-device holds one layer.
+memory]. For an accelerator the weights are read into pinned memory and, where the device has room for two more layers,
+copied on a stream of their own; else they are copied when their layer is called.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.formats.mapping import prefetch_pages, release_pages
 from ...checkpoint.formats.saving import storage_key
-from ...runtime.devices.device import is_cpu, pinned
-from .mapping import prefetch_pages, release_pages
+from ...runtime.devices.device import activate, allocatable_memory, has_streams, is_cpu, pinned
 
 
 class Layer:
@@ -63,6 +63,31 @@ class Layer:
             release_pages(self.weights[name])
 
 
+class Loaded(NamedTuple):
+    """The weights of a layer that were loaded ahead."""
+
+    weights: dict[str, Tensor]
+    copied: torch.Event | None = None
+    """When the weights are on the device, if they are being copied there."""
+
+    def ready_on(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the weights; what the current stream does from now on waits for them."""
+        if self.copied is not None:
+            computing = torch.accelerator.current_stream(device)
+            computing.wait_event(self.copied)
+            for weight in self.weights.values():
+                weight.record_stream(computing)  # their memory is of the stream that copied
+        return self.weights
+
+
+def _num_bytes_on_host(weights: Mapping[str, Tensor]) -> int:
+    return sum(
+        weight.nbytes
+        for weight in {id(weight): weight for weight in weights.values()}.values()
+        if is_cpu(weight.device)
+    )
+
+
 class WeightStream:
     """The layers of one model in the order of their use, with prefetch of the next one."""
 
@@ -73,7 +98,9 @@ class WeightStream:
         self._next_layers: dict[Layer, Layer] = {}
         self._last_added: Layer | None = None
         self._last_used: Layer | None = None
-        self._prefetched: tuple[Layer, torch.device, Future[dict[str, Tensor]]] | None = None
+        self._prefetched: tuple[Layer, torch.device, Future[Loaded]] | None = None
+        self._copying: torch.Stream | None = None
+        self._largest = 0
         self._lock = threading.Lock()
         self._reader: ThreadPoolExecutor | None = None
         self._process = os.getpid()
@@ -100,24 +127,41 @@ class WeightStream:
                 self._next_layers[self._last_used] = layer
             self._last_used = layer
         if prefetched is not None and prefetched[0] is layer and prefetched[1] == device:
-            weights = prefetched[2].result()
+            weights = prefetched[2].result().ready_on(device)
         else:
             if prefetched is not None and not prefetched[2].cancel() and prefetched[2].exception() is None:
                 prefetched[0].release()
             weights = layer.load(device)
-        self._prefetch(self._next_layers.get(layer), device)
+        self._prefetch(self._next_layers.get(layer), device, _num_bytes_on_host(weights))
         return weights
 
-    def _prefetch(self, layer: Layer | None, device: torch.device) -> None:
+    def _prefetch(self, layer: Layer | None, device: torch.device, still_to_place: int) -> None:
         if layer is None:
             return
+        # Asked here, where no other thread allocates: while the reader asks, this thread places the present layer.
+        room = allocatable_memory(device) - still_to_place if has_streams(device) else 0
         with self._lock:
             if self._prefetched is None:
                 if self._reader is None or self._process != os.getpid():  # a forked process has no threads
-                    self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+                    self._reader = ThreadPoolExecutor(
+                        1, thread_name_prefix="weights", initializer=activate, initargs=(device,)
+                    )
                     self._process = os.getpid()
                     finalize(self, self._reader.shutdown, wait=False)
-                self._prefetched = layer, device, self._reader.submit(layer.load, device)
+                self._prefetched = layer, device, self._reader.submit(self._load_ahead, layer, device, room)
+
+    def _load_ahead(self, layer: Layer, device: torch.device, room: int) -> Loaded:
+        weights = layer.load(device)
+        on_host = {id(weight): weight for weight in weights.values() if is_cpu(weight.device)}
+        self._largest = max(self._largest, _num_bytes_on_host(weights))
+        if not on_host or room < 2 * self._largest:  # one for the layer, and one for what the layer before it computes
+            return Loaded(weights)
+        if self._copying is None or self._copying.device != device:
+            self._copying = torch.Stream(device)
+        with self._copying:
+            copies = {each: weight.detach().to(device, non_blocking=True) for each, weight in on_host.items()}
+        copied = self._copying.record_event()
+        return Loaded({name: copies.get(id(weight), weight) for name, weight in weights.items()}, copied)
 
     def __deepcopy__(self, memo: Any) -> WeightStream:
         return self  # a copy of a model reads the same weights

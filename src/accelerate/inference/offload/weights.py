@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.formats import codec
+from ...checkpoint.formats.mapping import MappedFile, read_into, release_pages
 from ...runtime.devices.device import is_cpu
 from ..tensors import proper_dtype
-from .mapping import MappedFile, read_into, release_pages
 
 Index = dict[str, dict[str, Any]]
 INDEX = "index.json"

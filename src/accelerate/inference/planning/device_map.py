@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors.callers import warn
-from ...runtime.devices.device import accelerator_type, free_memory
+from ...runtime.devices.device import accelerator_type, free_memory, shares_host_memory
 from ..tensors import READS_CHILD_WEIGHTS
 from .sizes import as_classes, compute_module_sizes, convert_file_size_to_int, get_max_layer_size, tensor_size
 
@@ -64,18 +64,23 @@ def readable(size: float) -> str:
 # --- Budgets ----------------------------------------------------------------------------------------------------------
 
 
+USED_FOR_WEIGHTS = 0.9
+"""Share of an accelerator's free memory; the rest is for activations, and for what kernels allocate."""
+
+
 def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[Any, int]:
-    """Return the budget of each device in bytes: those given, or the free memory of the accelerators and the host.
+    """Return the budget of each device in bytes: those given, or nine tenths of what is free, and the host's memory.
 
     Sizes such as `10GB` are also converted in the given dict, with which transformers compares afterwards.
     """
     if max_memory is None:
         found: dict[Any, int] = {}
+        host = psutil.virtual_memory().available
         for index in range(torch.accelerator.device_count() if accelerator_type() else 0):
             free = free_memory(index)
             if free is not None:
-                found[index] = free
-        return {**found, "cpu": psutil.virtual_memory().available}
+                found[index] = int(USED_FOR_WEIGHTS * (min(free, host) if shares_host_memory() else free))
+        return {**found, "cpu": host - sum(found.values()) if shares_host_memory() else host}
     budgets = {place: convert_file_size_to_int(size) for place, size in max_memory.items()}
     if isinstance(max_memory, dict):
         max_memory.update({place: budgets[place] for place, size in max_memory.items() if isinstance(size, str)})

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from ...errors import LaunchError
+from ...runtime.group.network import is_local_address
 from ..console import notify
 from .cluster import expand_node_list
-from .network import is_local_address
 
 SECONDS_UNTIL_UNREACHABLE = 15.0
 SECONDS_PER_ATTEMPT = 5.0

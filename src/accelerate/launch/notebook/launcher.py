@@ -26,7 +26,7 @@ from ..console import loggers_silenced
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
 from ..processes.signals import TERMINATION_SIGNALS, handlers_restored
-from .task import Task, attach_diagnosis, reset_signals, run_task
+from .task import Task, attach_diagnosis, reset_signals, run_task, run_task_on_xla
 
 if TYPE_CHECKING:
     from .failures import WorkerFailedError
@@ -71,16 +71,19 @@ def notebook_launcher(
     `num_processes` counts those of this host: one per accelerator unless given, one without accelerators. A single
     process is this one. The workers are forked, so that they have the function and the notebook's data; where an
     accelerator is in use here already, a fork cannot use it and they are spawned (`start_method` chooses; spawning
-    needs cloudpickle). On one host the port is a free one; with `num_nodes` every host calls this with its `node_rank`,
-    and the hosts that do not run rank 0 get None.
+    needs cloudpickle). On TPUs torch_xla starts them. On one host the port is a free one; with `num_nodes` every host
+    calls this with its `node_rank`, and the hosts that do not run rank 0 get None.
     """
     check_precision(mixed_precision, "notebook_launcher(mixed_precision=...)")
     _check_call("notebook_launcher", args, num_processes)
     _refuse_nesting("notebook_launcher")
-    if num_processes is None:
+    on_xla = _asks_for_xla(num_processes)
+    if num_processes is None and not on_xla:
         with patch_environment(**_COUNT_WITHOUT_CUDA):
             num_processes = (0 if read_setting("cpu") else count_accelerators()) or 1
     with patch_environment(**export_settings({"mixed_precision": mixed_precision})):
+        if on_xla or num_processes is None:
+            return _launch_on_xla(function, args, num_processes, start_method)
         if num_processes * num_nodes == 1:
             return _call_here(function, args)
         _refuse_existing_state("notebook_launcher")
@@ -261,6 +264,31 @@ def _children_killed_on_error() -> Iterator[None]:
             child.kill()
             child.join()
         raise
+
+
+def _asks_for_xla(num_processes: int | None) -> bool:
+    """Return whether torch_xla is to start a process for every device: for several, and by default on TPUs."""
+    from ...runtime.devices import xla
+
+    if num_processes == 1 or read_setting("cpu") or not xla.is_used():
+        return False
+    return num_processes is not None or xla.kind_of_hardware() == "TPU"
+
+
+def _launch_on_xla(
+    function: Callable[..., Any], args: Sequence[Any], num_processes: int | None, start_method: str | None
+) -> Any:
+    """Run the function in processes that torch_xla starts."""
+    from ...runtime.devices import xla
+
+    _refuse_existing_state("notebook_launcher")
+    method = _start_method(start_method, "xla" if xla.is_initialized() else None)
+    with _new_task(function, args, method) as task, _children_killed_on_error():
+        try:
+            xla.launch(run_task_on_xla, (task, num_processes), method)
+        except Exception as error:
+            raise (task.failure() or error) from None
+        return task.result()
 
 
 # --- running the function ---------------------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ def _init_from_file_store(rank: int, world_size: str | None, file: str | None) -
             f"Process {rank} was started with debug=True, which needs WORLD_SIZE and {RENDEZVOUS_FILE} (a path to a "
             "file that does not exist yet) in the parent's environment. debug_launcher does all of this."
         )
-    from torch.distributed import init_process_group
-    from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore, init_process_group  # type: ignore[attr-defined]
 
     init_process_group("gloo", rank=rank, world_size=int(world_size), store=FileStore(file, int(world_size)))

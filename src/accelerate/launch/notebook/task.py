@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...config.environment import export_settings, patch_environment, read
+from ...errors import RuntimeConflictError
 from ...runtime.process import ProcessInfo
 from ..processes.signals import set_handlers
 from ..processes.worker import DIAGNOSIS, error_record
@@ -175,6 +176,20 @@ def run_task(task: Task) -> None:
     task.run()
     if interrupted.is_set():
         raise KeyboardInterrupt  # the function has handled it, but its result is no longer needed
+
+
+def run_task_on_xla(index: int, task: Task, expected: int | None) -> None:
+    """Run a task in a process that torch_xla started for a device."""
+    from ...runtime.devices import xla
+
+    started = xla.world_size()
+    if expected not in (None, started):
+        raise RuntimeConflictError(
+            f"notebook_launcher(num_processes={expected}): torch_xla has started {started} on "
+            f"{xla.kind_of_hardware()}, one for every device. Leave num_processes out, or say {started}."
+        )
+    with patch_environment(RANK=index, WORLD_SIZE=started):
+        task.run()  # in a thread, which cannot have signal handlers
 
 
 def reset_signals(on_interrupt: Any) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from ...config.environment import CHECK_FAILED_CODE, patch_environment, read
 from ...config.launch.settings import LaunchSettings
 from ...errors import REQUEUE_EXIT_CODE, LaunchError
+from ...runtime.group.network import is_local_address, local_address_towards
 from ..console import notify
 from ..machines import preflight
-from ..machines.network import is_local_address, local_address_towards
 from ..plan import Plan, worker_command
 from .guard import Guard
 from .signals import exit_at_once, handled_by

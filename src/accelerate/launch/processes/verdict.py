@@ -193,12 +193,20 @@ def _most_informative(collateral: Sequence[Ending]) -> Ending:
 
 
 def _different_shapes(culprit: Ending, endings: Iterable[Ending]) -> dict[int, str]:
-    """Return each rank's shapes in the collective that aborted the culprit; {} where they are equal."""
+    """Return each rank's shapes in the first collective in which they differ; {} where there is none.
+
+    With NCCL the host has gone on, and the collective that aborted the culprit is not its newest.
+    """
     if culprit.signal_name != "SIGABRT" or not culprit.calls:
         return {}
-    number = max(culprit.calls)[0]
-    calls = {ending.rank: call for ending in endings for each, call in ending.calls if each == number}
-    return dict(sorted(calls.items())) if len(set(calls.values())) > 1 else {}
+    by_number: dict[int, dict[int, str]] = {}
+    for ending in endings:
+        for number, call in ending.calls:
+            by_number.setdefault(number, {})[ending.rank] = call
+    for number in sorted(number for number, _ in culprit.calls):
+        if len(set(by_number[number].values())) > 1:
+            return dict(sorted(by_number[number].items()))
+    return {}
 
 
 def _time(ending: Ending) -> float:

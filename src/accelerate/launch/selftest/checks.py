@@ -258,10 +258,12 @@ def random_state(bench: Bench) -> str:
     """Generators can be seeded equally on all ranks, and differently."""
     import torch
 
+    from ...runtime.devices.device import finest_float
     from ...runtime.loop.random import set_seed, synchronize_rng_states
 
     def draws() -> set[float]:
-        return set(bench.accelerator.gather(torch.rand(1, dtype=torch.float64).to(bench.device)).tolist())
+        drawn = torch.rand(1, dtype=finest_float(bench.device)).to(bench.device)
+        return set(bench.accelerator.gather(drawn).tolist())
 
     with torch.random.fork_rng(devices=[]):
         set_seed(3, device_specific=True)

@@ -1,14 +1,16 @@
 """`accelerate test`: check processes, collectives, data and training on this machine.
 
-    accelerate launch -m accelerate.launch.selftest
+    accelerate launch -m accelerate.launch.selftest.script [--outcomes FILE]
 
 Every process runs the checks of `checks.py` one after the other; rank 0 prints the outcomes. A rank that fails a check
 leaves the process group, which releases ranks that wait for it, and all ranks open a new group for the next check.
-Outcomes are exchanged through a separate store, so that they arrive even if the group is broken.
+Outcomes are exchanged through a separate store, so that they arrive even if the group is broken. With `--outcomes`
+there are more checks and measurements, and rank 0 writes what was found to the file: see `report.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import io
 import json
@@ -113,8 +115,8 @@ class Bench:
             dist.destroy_process_group()
         gc.collect()  # models of the failed check may still hold the group open
 
-    def reopen_group(self) -> None:
-        """Open a new process group."""
+    def reopen_group(self, **settings: Any) -> None:
+        """Open a new process group, with an Accelerator of these settings."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -131,7 +133,7 @@ class Bench:
                 world_size=self.world_size,
                 timeout=TIME_LIMIT,
             )
-        self.accelerator = Accelerator()
+        self.accelerator = Accelerator(**settings)
 
     def run(self, name: str, check: Check) -> list[Outcome]:
         """Run a check and return the outcomes of all ranks."""
@@ -185,16 +187,26 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {message} ({Path(where.filename).name}, line {where.lineno})"
 
 
-def _header(bench: Bench, hosts: list[str]) -> str:
+def _facts(bench: Bench) -> dict[str, Any]:
     import torch
 
     here = bench.accelerator
-    facts = {
-        "versions": f"accelerate {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}",
-        "hosts": ", ".join(f"{host} ({count} of {len(hosts)} processes)" for host, count in Counter(hosts).items()),
+    return {
+        "processes": bench.world_size,
         "device": here.device.type + (f" with {here.state.backend}" if here.state.backend is not None else ""),
         "settings": f"mixed_precision={here.mixed_precision}, {torch.get_num_threads()} CPU thread(s) per process",
     }
+
+
+def _header(bench: Bench, hosts: list[str]) -> str:
+    import torch
+
+    facts = {
+        "versions": f"accelerate {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}",
+        "hosts": ", ".join(f"{host} ({count} of {len(hosts)} processes)" for host, count in Counter(hosts).items()),
+        **_facts(bench),
+    }
+    del facts["processes"]
     return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
 
 
@@ -212,52 +224,84 @@ def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
     return "\n".join(rows)
 
 
-def run(bench: Bench) -> list[str]:
-    """Run all checks, print the outcomes on rank 0, and return the names of the failed checks."""
+@dataclass(frozen=True)
+class Results:
+    """What all checks and measurements of a run found, by name."""
+
+    checks: dict[str, list[Outcome]]
+    measurements: dict[str, list[Outcome]]
+    num_not_run: int
+    """Checks after one that hangs."""
+    hosts: list[str]
+    """By rank."""
+    seconds: float
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the failed checks."""
+        return [name for name, found in self.checks.items() if not all(outcome.passed for outcome in found)]
+
+
+def run(bench: Bench, *, in_full: bool = False) -> Results:
+    """Run all checks, print the outcomes on rank 0, and return them."""
 
     def print_once(text: str) -> None:
         if bench.rank == 0:
             print(text, flush=True)
 
+    checks, measurements = CHECKS, MEASUREMENTS
+    if in_full:
+        from .meshes import mesh_checks
+        from .speed import COMPARISONS
+        from .state import state_checks
+
+        checks = checks | mesh_checks(bench.world_size) | state_checks(bench.world_size)
+        measurements = measurements | COMPARISONS
     start = time.perf_counter()
     hosts = [outcome.text for outcome in bench.run("hosts", lambda bench: socket.gethostname())]
     print_once(_header(bench, hosts) + "\n")
-    failed, done = [], 0
-    for name, check in CHECKS.items():
-        outcomes = bench.run(name, check)
-        print_once(_row(name, outcomes))
-        done += 1
-        if not all(outcome.passed for outcome in outcomes):
-            failed.append(name)
-        if _is_hanging(outcomes):
-            print_once(f"  the other {len(CHECKS) - done} checks were not run: a rank hangs")
+    found: dict[str, list[Outcome]] = {}
+    measured: dict[str, list[Outcome]] = {}
+    for name, check in checks.items():
+        found[name] = bench.run(name, check)
+        print_once(_row(name, found[name]))
+        if _is_hanging(found[name]):
+            print_once(f"  the other {len(checks) - len(found)} checks were not run: a rank hangs")
             break
     else:
-        for name, fact in MEASUREMENTS.items():
-            print_once(_row(name, bench.run(name, fact), mark="·"))
-    verdict = f"failed: {', '.join(failed)};" if failed else "passed:"
+        for name, measure in measurements.items():
+            measured[name] = bench.run(name, measure)
+            print_once(_row(name, measured[name], mark="·"))
+    results = Results(found, measured, len(checks) - len(found), hosts, time.perf_counter() - start)
+    verdict = f"failed: {', '.join(results.failed)};" if results.failed else "passed:"
     processes = f"{bench.world_size} process" + ("es" if bench.world_size > 1 else "")
-    print_once(f"\n{verdict} {done} checks on {processes} in {time.perf_counter() - start:.1f} s")
-    return failed
+    print_once(f"\n{verdict} {len(found)} checks on {processes} in {results.seconds:.1f} s")
+    return results
 
 
 def main() -> None:
     """Run the self-test in this process; rank 0 ends with exit code 1 if a check failed."""
+    parser = argparse.ArgumentParser(prog="accelerate.launch.selftest.script")
+    parser.add_argument("--outcomes", metavar="FILE", help="run all checks, and write what they found to this file")
+    args = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not have ✓
     with patch_environment(ACCELERATE_HANG_SECONDS="0"):  # here a hang is an outcome, and must not end the run
-        _check()
+        _check(args.outcomes)
 
 
-def _check() -> None:
+def _check(file: str | None) -> None:
     try:
         bench = Bench()
     except Exception as error:
         rank = ProcessInfo.from_environment().rank
         raise SystemExit(f"✗ rank {rank} could not join the others: {_reason(error)}") from error
-    failed = run(bench)
+    results = run(bench, in_full=file is not None)
+    if file is not None and bench.rank == 0:
+        facts = _facts(bench) | asdict(results)
+        Path(file).write_text(json.dumps(facts), encoding="utf-8")
     bench.shut_down()
-    if failed and bench.rank == 0:
+    if results.failed and bench.rank == 0:
         raise SystemExit(1)
 
 

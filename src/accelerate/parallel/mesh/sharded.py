@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...errors import UnsupportedSettingError
 from ...errors.callers import warn
+from ...runtime.devices.device import moves_in_place
 from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
 from ..base import Capabilities, Steps, Strategy, params_of
@@ -49,6 +50,12 @@ class MeshParallel(Strategy):
                 "cpu_ram_efficient_loading=True with tp_size > 1",
                 "layers are split before the first process hands out its weights.",
                 "Load the model on every process.",
+            )
+        if plugin.offloads and not shards:
+            raise UnsupportedSettingError(
+                "cpu_offload=True (optimizer_cpu_offload of Megatron-LM) with one process per copy",
+                "FSDP2 offloads its shards, and no axis of this mesh shards.",
+                "Leave it out, or use more processes: dp_shard_size.",
             )
         self.capabilities = Capabilities(defers_sync=shards)
         self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -110,7 +117,9 @@ class MeshParallel(Strategy):
             require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
             require_sdpa(model)
         if tp is not None:
-            split_layers(model, self.mesh.config.tp_plan, tp)
+            handler = self.mesh.config.tp_handler
+            by_sequence = handler is not None and handler.sequence_parallel
+            split_layers(model, self.mesh.config.tp_plan, tp, sequence_parallel=by_sequence)
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
         if self.mesh.sharding is not None:
@@ -163,6 +172,9 @@ class MeshParallel(Strategy):
         for unit in [*units, model]:
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
+                ties.restore(model)
+            elif not moves_in_place(self.runtime.device):  # fully_shard would try to
+                unit.to(self.runtime.device)
                 ties.restore(model)
             ignored_params = set(parameters_in(ignored)) or None  # materialising makes new ones
             fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))

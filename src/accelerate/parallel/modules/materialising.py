@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...runtime.collectives.operations import sendable
 from ...runtime.modules import owner_of, tied_names
 from .dtensors import distribute_like, local
 
@@ -62,7 +63,7 @@ def initialise(module: nn.Module, device: torch.device, initialise_one: Callable
                 )
     for child in owners:
         for tensor in _own_tensors(child):
-            dist.broadcast(tensor.detach(), src=0)
+            dist.broadcast(sendable(tensor.detach()), src=0)
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
@@ -128,7 +129,7 @@ def load_from_rank_zero(model: nn.Module, held: dict[str, Any], device: torch.de
         raise ValueError(next(filter(None, objections)))
     for name, target in targets.items():
         value = held[name].to(device) if held else torch.empty(target.shape, dtype=target.dtype, device=device)
-        dist.broadcast(value, src=0)
+        dist.broadcast(sendable(value), src=0)
         local(target).copy_(local(distribute_like(value, target)))
     if extra:
         model.load_state_dict(extra, strict=False)

@@ -103,7 +103,7 @@ def _require_modules(model: nn.Module, split_at: Sequence[str]) -> None:
 
 
 def _even_starts(model: nn.Module, num_stages: int, asked: str, classes: Sequence[str]) -> list[str]:
-    blocks = _blocks(model, classes)
+    blocks = blocks_of(model, classes)
     if not blocks:
         raise CannotCutError(
             f"{type(model).__name__} has no list of blocks, so it is not known where to cut it into {num_stages} "
@@ -119,7 +119,7 @@ def _even_starts(model: nn.Module, num_stages: int, asked: str, classes: Sequenc
     return [blocks[bound] for bound in bounds]
 
 
-def _blocks(model: nn.Module, named: Sequence[str]) -> list[str]:
+def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[str]:
     """Return the names of the model's blocks: those in the list that holds most of its parameters."""
     named = named or getattr(model, "_no_split_modules", None) or ()
     classes = repeated_blocks(model)

@@ -25,7 +25,7 @@ from ..mesh.sharded import MeshParallel, norm_of
 from ..modules import materialising
 from ..modules.dtensors import whole
 from ..modules.wrapping import units_of
-from .cutting import Partition, parameters_of_other_stages, partition_model, stage_starts
+from .cutting import Partition, blocks_of, parameters_of_other_stages, partition_model, stage_starts
 from .schedules import Pipeline, pipeline_of
 from .stages import StageView, prune_to_stages
 from .tracing import MetaModel, partition_by_use
@@ -81,8 +81,11 @@ class PipelineParallel(MeshParallel):
             )
         place = id(model) in self._to_place
         self._to_place.discard(id(model))
-        partition = self._make_partition(model)
-        own = self.config.stages_of(self.rank, self.size)
+        config = self.config
+        if config.layers_per_stage is not None:
+            config = config.fitted(len(blocks_of(model)), self.size)
+        partition = self._make_partition(model, config)
+        own = config.stages_of(self.rank, self.size)
         for param in parameters_of_other_stages(model, partition, own):
             self._other_stage_parameters[param] = True
         units = units_of(model, self.plugin)  # before pruning: a single remaining block is not a repeated one
@@ -97,16 +100,16 @@ class PipelineParallel(MeshParallel):
             view.write_back()
             view.register_entry_hook()
         vars(model).pop("_original_forward", None)
-        model.forward = Pipeline(views, partition, meta_model, self.config, self.group, self.runtime.device)
+        model.forward = Pipeline(views, partition, meta_model, config, self.group, self.runtime.device)
         self._register_position_check(model)
-        self._log_stages(model, partition)
+        self._log_stages(model, partition, config)
         return model
 
-    def _make_partition(self, model: nn.Module) -> Partition:
-        per_rank = self.config.stages_per_rank or 1
+    def _make_partition(self, model: nn.Module, config: PipelineConfig) -> Partition:
+        per_rank = config.stages_per_rank or 1
         asked = f"pp_size={self.size}" + (f" with stages_per_rank={per_rank}" if per_rank > 1 else "")
-        starts = stage_starts(model, self.config.split_at, self.size * per_rank, asked)
-        example = self.config.example_inputs
+        starts = stage_starts(model, config.split_at, self.size * per_rank, asked)
+        example = config.example_inputs
         if example is None:
             return partition_model(model, starts)
         example = example() if callable(example) else example
@@ -114,10 +117,10 @@ class PipelineParallel(MeshParallel):
         args = () if kwargs else tuple(example) if isinstance(example, (tuple, list)) else (example,)
         return partition_by_use(model, starts, args, kwargs)
 
-    def _log_stages(self, model: nn.Module, partition: Partition) -> None:
+    def _log_stages(self, model: nn.Module, partition: Partition, config: PipelineConfig) -> None:
         if self.runtime.is_main_process:
-            count = self.config.microbatches_for(self.size)
-            chosen = " (as many as there are stages)" if self.config.microbatches is None else ""
+            count = config.microbatches_for(self.size)
+            chosen = " (as many as there are stages)" if config.microbatches is None else ""
             logger.info(
                 "%s is cut into %d stages, which begin with %s; batches are cut into %d micro-batches%s, which pass "
                 "by the schedule %s.",
@@ -126,7 +129,7 @@ class PipelineParallel(MeshParallel):
                 ", ".join(["its inputs", *partition.starts]),
                 count,
                 chosen,
-                self.config.schedule,
+                config.schedule,
             )
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "collectives"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in whose folder a launched process keeps its records
-_KEPT = 4
+_KEPT = 64
 """A rank that received too little proceeds, and may have made the next calls when another one ends."""
 _LENGTH = 160
 

@@ -25,7 +25,8 @@ Reduction = Literal["mean", "sum", "max", "min", "none"]
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}  # all others sum
 
 # torch 2.13 renamed it and warns of the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""torch's collective under its new name, or its old one, which torch 2.13 warns about."""
 # Number formats that neither gloo nor NCCL knows: they are sent as bytes, and added in a wider one.
 _SENT_AS_BYTES = frozenset(
     {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -97,11 +98,11 @@ def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     if ranks == world_size:
         record_call("gather", tensor)
     gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
-    _all_gather(_sendable(gathered), _sendable(tensor.detach() if tensor.requires_grad else tensor), group=group)
+    all_gather_single(sendable(gathered), sendable(tensor.detach() if tensor.requires_grad else tensor), group=group)
     return gathered
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor, or its bytes where the backends do not know its number format."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _SENT_AS_BYTES else tensor
 
@@ -168,7 +169,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     def broadcast_tensor(leaf: torch.Tensor) -> torch.Tensor:
         buffer = leaf.contiguous()
         record_call("broadcast", buffer)
-        dist.broadcast(_sendable(buffer), src=from_process)
+        dist.broadcast(sendable(buffer), src=from_process)
         return leaf if buffer is leaf else leaf.copy_(buffer)
 
     broadcast_tensor.__name__ = "broadcast"

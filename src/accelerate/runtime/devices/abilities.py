@@ -10,6 +10,7 @@ import torch
 
 from ...config.packages import compare_versions, has_package
 from . import device as devices
+from . import xla
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,8 +88,11 @@ def is_rocm_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether models can run on XLA devices: not in this version."""
-    return False
+    """Return whether torch_xla is installed and USE_TORCH_XLA is not false; optionally, with TPUs or GPUs behind it."""
+    if not xla.is_used():
+        return False
+    hardware = xla.kind_of_hardware() if check_is_tpu or check_is_gpu else ""
+    return (not check_is_tpu or hardware == "TPU") and (not check_is_gpu or hardware in ("CUDA", "GPU"))
 
 
 def is_habana_gaudi1() -> bool:

@@ -1,4 +1,4 @@
-"""Device types, through `torch.accelerator`: the only module that knows their names.
+"""Device types, through `torch.accelerator`, and XLA: the only module that knows their names.
 
 On a machine without an accelerator every call of `torch.accelerator` but the availability check raises, so
 each function here checks availability first.
@@ -10,6 +10,8 @@ import functools
 import gc
 import importlib
 import socket
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ import torch.distributed as dist
 
 from ...config import environment
 from ...config.enums import DistributedType
-from ...config.packages import has_package
+from ...config.packages import depends_on, has_package
 from ...errors.callers import warn
-from . import machine, nvidia
+from . import machine, nvidia, xla
 
 CPU = torch.device("cpu")
 
@@ -32,9 +34,18 @@ _DISTRIBUTED_TYPES = {
     "neuron": DistributedType.MULTI_NEURON,
     "npu": DistributedType.MULTI_NPU,
     "sdaa": DistributedType.MULTI_SDAA,
+    "tpu": DistributedType.MULTI_GPU,  # torch_tpu; published is XLA alone, which means torch_xla
+    "xla": DistributedType.XLA,
     "xpu": DistributedType.MULTI_XPU,
 }
-_PCI_VENDORS = {"cuda": nvidia.PCI_VENDOR, "hpu": "0x1da3", "mlu": "0xcabc", "npu": "0x19e5", "xpu": "0x8086"}
+_PCI_VENDORS = {
+    "cuda": nvidia.PCI_VENDOR,
+    "hpu": "0x1da3",
+    "mlu": "0xcabc",
+    "npu": "0x19e5",
+    "tpu": "0x1ae0",
+    "xpu": "0x8086",
+}
 _AMD = "0x1002"
 
 # [Note: a device for each process]
@@ -43,11 +54,13 @@ _AMD = "0x1002"
 # two things: it has devices of its own, or more processes than devices were started. It has its own if Slurm started it
 # and says so, or if it sees one device and a variable restricts it to that one; then it takes device 0. (A variable
 # that is the same for all processes makes them share a device, which NCCL refuses at the first collective.) Otherwise
-# it is an error.
+# it is an error. Google's torch_tpu binds each process to a chip before torch is asked, and no process can change that.
 
 
 def accelerator_type() -> str | None:
     """Return the kind of accelerator that this machine has, or None."""
+    if xla.is_used():  # first, as published: torch_xla may drive GPUs too
+        return "xla"
     _import_gaudi()
     if not torch.accelerator.is_available():
         return None
@@ -73,7 +86,8 @@ def has_accelerator(kind: str) -> bool:
 
 def count() -> int:
     """Return the number of accelerators that this process sees."""
-    return 0 if accelerator_type() is None else torch.accelerator.device_count()
+    kind = accelerator_type()
+    return 0 if kind is None else (xla if kind == "xla" else torch.accelerator).device_count()
 
 
 def names() -> list[str]:
@@ -81,7 +95,7 @@ def names() -> list[str]:
     kind = accelerator_type()
     if kind is None:
         return []
-    name_of = getattr(getattr(torch, kind), "get_device_name", None)
+    name_of = getattr(device_module(torch.device(kind)), "get_device_name", None)
     return [kind if name_of is None else str(name_of(index)) for index in range(count())]
 
 
@@ -108,8 +122,12 @@ def device_for(
     kind = accelerator_type()
     if cpu or kind is None:
         return CPU
+    if kind == "xla":
+        return xla.default_device()
     if world_size == 1:
         return torch.device(kind)
+    if kind == "tpu" and _is_googles():
+        return torch.device(kind, torch.accelerator.current_device_index())
     visible = torch.accelerator.device_count()
     if local_rank < visible:
         return torch.device(kind, local_rank)
@@ -124,6 +142,29 @@ def device_for(
     )
 
 
+@functools.cache
+def _is_googles() -> bool:
+    """Return whether the device "tpu" is that of Google's torch_tpu; Sophgo's package has the same name."""
+    return depends_on("torch_tpu", "libtpu")
+
+
+def launch_variables(machines: int, processes: int) -> dict[str, str]:
+    """Return the variables about all devices that the processes of a launch need: the topology of Google's TPUs.
+
+    Args:
+        machines: The number of machines.
+        processes: Processes on each of them, one per chip.
+    """
+    if accelerator_type() != "tpu" or not _is_googles():
+        return {}
+    try:
+        torch.tpu.distributed.set_tpu_launch_env(nnodes=machines, nproc_per_node=processes)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise ValueError(f"torch_tpu cannot run {processes} processes on the chips of this machine: {error}") from error
+    found = {name: environment.read(name) for name in environment.TPU_LAUNCH_VARIABLES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _has_own_devices(kind: str, visible: int, launcher: str | None) -> bool:
     """Return whether the devices that this process sees are for no other process of its host."""
     if launcher == "Slurm" and environment.read(environment.SLURM_GPUS_PER_TASK):
@@ -134,8 +175,22 @@ def _has_own_devices(kind: str, visible: int, launcher: str | None) -> bool:
 
 def activate(device: torch.device) -> None:
     """Make a device the current one of its kind."""
-    if device.type != "cpu" and device.index is not None:
+    if device.type not in ("cpu", "xla") and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on a device runs on streams, beside the host, and copies from pinned memory do."""
+    return device.type not in ("cpu", "mps", "meta", "xla")
+
+
+def moves_in_place(device: torch.device) -> bool:
+    """Return whether a tensor of the host can become one of the device by `tensor.data = ...`.
+
+    torch allows it for its own devices. A model that moves to one that plugs in from outside gets new parameters.
+    """
+    host = torch.empty(0)
+    return torch._has_compatible_shallow_copy_type(host, host.to(device))
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -143,9 +198,19 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def is_xla(device: torch.device) -> bool:
+    """Return whether this is a device of XLA, whose tensors have no address and whose operations are recorded."""
+    return device.type == "xla"
+
+
+@functools.cache
 def finest_float(device: torch.device) -> torch.dtype:
-    """Return the most precise floating-point dtype that a device supports."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return the most precise floating-point dtype that a device supports: MPS and some XPUs have no float64."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 def distributed_type_of(device: torch.device) -> DistributedType:
@@ -167,7 +232,17 @@ def collective_backend(device: torch.device, requested: str | None) -> str:
     return f"cpu:gloo,{device.type}:{requested}"
 
 
+def default_timeout(backend: str) -> timedelta | None:
+    """Return NCCL's own timeout for a group that has gloo beside it; torch would take gloo's, which is longer."""
+    if not backend.endswith(":nccl"):
+        return None
+    timeout: timedelta | None = getattr(dist.distributed_c10d, "default_pg_nccl_timeout", None)
+    return timeout
+
+
 def _default_backend(device: torch.device) -> str:
+    if device.type == "xla":
+        return xla.collective_backend()
     is_xccl_available = getattr(dist, "is_xccl_available", bool)  # bool() is False: an older torch
     if device.type == "xpu" and not is_xccl_available():
         warn(
@@ -183,13 +258,10 @@ def ddp_device_ids(device: torch.device) -> list[torch.device] | None:
     return None if device.type == "cpu" else [device]
 
 
-def group_device(device: torch.device) -> torch.device | None:
-    """Return the device to bind a process group to, if it can be bound."""
-    return device if device.type == "cuda" and device.index is not None else None
-
-
 def device_module(device: torch.device) -> Any:
     """Return torch's module for this kind of device (`torch.cuda`, ...), or None for the CPU."""
+    if device.type == "xla":
+        return xla
     return None if device.type == "cpu" else getattr(torch, device.type)
 
 
@@ -197,7 +269,7 @@ def seed_all(seed: int) -> None:
     """Seed the generators of all accelerators of this process (torch.manual_seed covers the CPU's)."""
     kind = accelerator_type()
     if kind is not None:
-        module = getattr(torch, kind)
+        module = device_module(torch.device(kind))
         seed_every_device = getattr(module, "manual_seed_all", None) or module.manual_seed  # MPS has one device
         seed_every_device(seed)
 
@@ -233,12 +305,39 @@ def free_memory(index: int) -> int | None:
     kind = accelerator_type()
     if kind is None:
         return None
-    module = getattr(torch, kind)
+    module = device_module(torch.device(kind))
     mem_get_info = getattr(module, "mem_get_info", None)
     if mem_get_info is not None:
-        return int(mem_get_info(index)[0])
-    limit = getattr(module, "recommended_max_memory", None)  # MPS shares the host's memory
+        with suppress(RuntimeError):  # some XPUs do not report it, and their drivers raise
+            return int(mem_get_info(index)[0])
+        with suppress(RuntimeError, AttributeError):
+            return int(module.get_device_properties(index).total_memory - module.memory_reserved(index))
+        return None
+    limit = getattr(module, "recommended_max_memory", None)
     return None if limit is None else int(limit() - module.current_allocated_memory())
+
+
+def allocatable_memory(device: torch.device) -> int:
+    """Return the bytes that can be allocated on a device: what is free, and what torch keeps; 0 where unknown."""
+    free = free_memory(device.index or 0)
+    if free is None:
+        return 0
+    with suppress(RuntimeError, AttributeError):  # a device whose allocator is not torch's
+        free += torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free
+
+
+def contexts(device: torch.device) -> list[int] | None:
+    """Return the devices of a kind on which this process has a context; None where torch does not say."""
+    has_context: Any = getattr(torch._C, f"_{device.type}_hasPrimaryContext", None)
+    if has_context is None:
+        return None
+    return [index for index in range(torch.accelerator.device_count()) if has_context(index)]
+
+
+def shares_host_memory() -> bool:
+    """Return whether this machine's accelerators compute in the host's memory, as Apple's do."""
+    return accelerator_type() == "mps"
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +362,8 @@ def supports_fp8(device: torch.device) -> bool:
 
 def supports_low_precision(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether autocast to this dtype works on the device."""
+    if device.type == "xla":
+        return dtype == torch.bfloat16
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported()
     return True

@@ -16,7 +16,7 @@ PLATFORM = sys.platform
 # Device files of the drivers. A container may have any of them: /dev/nvidia4 without /dev/nvidia0.
 DEVICE_FILES = (
     *("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd", "dri/renderD*", "davinci[0-9]*", "cambricon_dev*"),
-    *("neuron[0-9]*", "accel/accel*", "accel[0-9]*", "hl[0-9]*", "mtgpu.*"),
+    *("neuron[0-9]*", "accel/accel*", "accel[0-9]*", "vfio/[0-9]*", "hl[0-9]*", "mtgpu.*"),
 )
 _GPU_CLASSES = ("0x03", "0x12")
 """The first byte of the PCI class of display controllers and of processing accelerators; bridges have others."""

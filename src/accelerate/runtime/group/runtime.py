@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from ...config.enums import DistributedType
-from ...config.environment import read, read_setting
+from ...config.environment import export, read, read_setting
 from ...config.meshes import clear_mesh_caches
 from ...config.plugins.handlers import InitProcessGroupKwargs
 from ...errors import RuntimeConflictError, StuckError
 from ...errors.callers import warn
 from ..devices import device as devices
+from ..devices import xla
 from ..devices.affinity import set_numa_affinity
 from ..phases import WAITING, during
 from ..process import ProcessInfo
 from .forks import freeze_inherited_objects
+from .network import interface_towards
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +86,15 @@ class Runtime:
             launcher=self.process.launcher,
         )
         devices.activate(self.device)
+        if devices.is_xla(self.device):
+            self.process, self.backend = xla.processes(self.process), "xla"
         self.num_processes = self.process.world_size
         self.process_index = self.process.rank
         self.local_process_index = self.process.local_rank
         self.distributed_type: DistributedType = DistributedType.NO
         if self.num_processes > 1:
             self._join_group(self.init_handler)
+        if self.num_processes > 1 or devices.is_xla(self.device):
             self.distributed_type = devices.distributed_type_of(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,10 +151,11 @@ class Runtime:
         freeze_inherited_objects()
         if not dist.is_initialized():
             options: dict[str, Any] = {}
+            backend = devices.collective_backend(self.device, handler.backend)
             if read_setting("debug_rank") is not None:
                 options["timeout"] = _disable_timeouts()
-            elif handler.timeout is not None:
-                options["timeout"] = handler.timeout
+            elif (timeout := handler.timeout or devices.default_timeout(backend)) is not None:
+                options["timeout"] = timeout
             if handler.init_method is not None:
                 options["init_method"] = handler.init_method
             elif (address := self.process.rendezvous_address()) is not None:
@@ -158,10 +165,9 @@ class Runtime:
                 options["store"] = self._rendezvous_store = dist.PrefixStore("next", self._rendezvous_store)  # type: ignore[attr-defined]
             if options.keys() & {"init_method", "store"}:
                 options |= {"rank": self.process_index, "world_size": self.num_processes}
-            bound = devices.group_device(self.device)
-            if bound is not None:
-                options["device_id"] = bound
-            backend = devices.collective_backend(self.device, handler.backend)
+            self._choose_interface(options.get("init_method"))
+            # Not bound to a device: torch would split the world for every later group, whoever makes it, together with
+            # its gloo backend. Ranks outside such a group wait for ranks that never come (pytorch#145376).
             dist.init_process_group(backend, **options)
             self.owns_group = True
             self.backend = backend.rpartition(":")[2]
@@ -173,6 +179,18 @@ class Runtime:
             self.owns_group = group() is dist.group.WORLD
             if not self.owns_group or handler != opened_with:
                 self._warn_of_open_group(handler)
+
+    def _choose_interface(self, rendezvous: str | None) -> None:
+        """Let gloo use the interface that leads to the other machines, unless the user or the launcher chose one.
+
+        gloo would take that of the host's own name, which many hosts resolve to a loopback address.
+        """
+        if self.process.local_world_size == self.num_processes or read("GLOO_SOCKET_IFNAME"):
+            return
+        host = urlsplit(rendezvous).hostname if rendezvous is not None else read("MASTER_ADDR")
+        interface = interface_towards(host) if host else None
+        if interface is not None:
+            export({"GLOO_SOCKET_IFNAME": interface})
 
     def _warn_of_open_group(self, handler: InitProcessGroupKwargs) -> None:
         ignored = handler.to_kwargs()

@@ -31,6 +31,8 @@ class GradientState:
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
+    is_xla_gradients_synced: bool
+    """Whether gradients on XLA devices were averaged already, for clipping, so that the step does not do it again."""
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         """Return the current state, or a new one for a plugin."""
@@ -40,6 +42,7 @@ class GradientState:
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
         state.sync_gradients = True
         state.plugin_kwargs = plugin.to_kwargs()
+        state.is_xla_gradients_synced = False
         state._loaders = [_no_loader]
         cls._current = state
         return state
@@ -103,11 +106,6 @@ class GradientState:
         """Return how many samples of the last global batch are real, or -1 where that is not known."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Return whether XLA reduced the gradients; there is no XLA engine here."""
-        return False
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

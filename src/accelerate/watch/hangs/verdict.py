@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from ..place import BACKWARD, Place
+from ..place import BACKWARD, FORWARD, Place
 from ..reports import Report, format_ranks
 
 logger = logging.getLogger(__name__)
@@ -153,10 +153,12 @@ def _mismatch(hang: _Hang) -> _Finding | None:
 
 def _different_calls(reports: list[Report]) -> _Finding | None:
     by_call = _group_by_call(reports)
-    if len(by_call) < 2:
-        return None
-    collectives_started = {report.collectives_started for report in reports}
-    if len(collectives_started) > 1 and any(_operation(calls[0]) in _ONE_SIDED for calls in by_call):
+    outstanding = {report.outstanding for report in reports}
+    if len(by_call) < 2 or len(outstanding - {None}) > 1:
+        return None  # the same, or one rank's device is still in an earlier collective: there is more to come
+    # Behind a collective of the device, ranks may have started different numbers of others.
+    started = outstanding if None not in outstanding else {report.collectives_started for report in reports}
+    if len(started) > 1 and any(_operation(calls[0]) in _ONE_SIDED for calls in by_call):
         return None  # the root of a broadcast proceeds while the others still receive
     # The minority is wrong; on a tie, the call inside a condition on the rank, then the one that is behind.
     odd = min(by_call, key=lambda calls: (len(calls), not calls[0].place.guard, calls[0].collectives_started))
@@ -196,6 +198,8 @@ def _different_shapes(reports: list[Report]) -> _Finding | None:
             by_shape.setdefault(report.place.operation, []).append(report)
     if len(by_shape) < 2 or len({_operation(report) for report in reports}) > 1:
         return None
+    if len({report.outstanding for report in reports}) > 1:
+        return None  # calls of different numbers, or shapes as the recorder words them beside those of the host
     odd = min(by_shape.values(), key=len)
     place = odd[0].place
     shapes = "; ".join(f"{_ranks_of(group).lower()}: {shape}" for shape, group in by_shape.items())
@@ -247,7 +251,7 @@ def _advice_after_early_exit(waiting: list[Report]) -> str:
     guarded = next((report.place for report in waiting if report.place.guard), None)
     if guarded is not None:
         return f"{guarded.location()} is inside {guarded.guard}. Move the call out of the condition."
-    if any(report.in_pass for report in waiting):
+    if any(report.place.phase in (BACKWARD, FORWARD) for report in waiting):
         return (
             "The ranks take different numbers of steps. Hand the data loader to prepare(), which gives every rank as "
             "many batches; put the loop inside join_uneven_inputs(); or let all ranks leave it together: see "
@@ -283,6 +287,9 @@ def _notice(hang: _Hang) -> str:
     for rank, absence in hang.absent.items():
         if not absence.is_final or not hang.running:
             return f"Rank {rank} {absence.state}. The others wait."
+    if not hang.running and len(_group_by_call(hang.waiting)) > 1:
+        calls = _format_calls(hang.waiting)
+        return f"The ranks are in different calls, which need not wait for each other: {calls}. They wait on."
     if not hang.running:
         return "All ranks are in the same call: the network is slow, or the backend is stuck. They wait on."
     first = next((report for report in hang.running if report.in_debugger), hang.running[0])

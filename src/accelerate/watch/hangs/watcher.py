@@ -23,11 +23,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ...runtime import phases
+from ...runtime.devices import device as devices
 from ..place import describe_error, place_of_caller
 from ..reports import Observer, Report
+from ..stragglers.device_clock import clock_for
 from ..stragglers.exchange import Exchange
 from .consensus import RETURN_GRACE_SECONDS, Consensus, absence_of
 from .interrupting import Interrupter
@@ -62,8 +65,9 @@ def is_lost_peer_error(error: BaseException) -> bool:
 class Watcher:
     """The watchdog of one process."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, threshold: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, threshold: float, device: torch.device) -> None:
         self.rank, self.world_size, self.threshold = rank, world_size, threshold
+        self._device = device
         self._store = store
         self._group = weakref.ref(dist.group.WORLD)
         self._pid = os.getpid()
@@ -81,7 +85,7 @@ class Watcher:
         self._stopping = threading.Event()
         self._wakeup = threading.Event()
         self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
-        self._clock = phases.PhaseClock()
+        self._clock = clock_for(device)
         self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
         self._min_period = world_size / RANKS_PER_SECOND
         self._period = max(min(POLL_SECONDS, threshold / 4), self._min_period)
@@ -99,12 +103,12 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="accelerate watcher", daemon=True)
 
     @classmethod
-    def start(cls, store: Any, rank: int, world_size: int, threshold: float) -> Watcher:
+    def start(cls, store: Any, rank: int, world_size: int, threshold: float, device: torch.device) -> Watcher:
         """Register this process with the others, and start the thread."""
         own = store.clone()  # a connection of its own: the other one may be held by a blocking call
         own.set_timeout(timedelta(seconds=10))
         generation = own.add(f"watchers/{rank}", 1)  # keys of an earlier watcher are not for this one
-        watcher = cls(dist.PrefixStore(str(generation), own), rank, world_size, threshold)  # type: ignore[attr-defined]
+        watcher = cls(dist.PrefixStore(str(generation), own), rank, world_size, threshold, device)  # type: ignore[attr-defined]
         watcher._store.set(f"who/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         atexit.register(watcher.stop)
         sys.excepthook = watcher._on_uncaught
@@ -198,6 +202,7 @@ class Watcher:
         raise SystemExit(status)
 
     def _watch(self) -> None:
+        devices.activate(self._device)  # reading the recorder queries events: on another device it would open a context
         while not self._stopping.is_set():
             stalled_seconds = self._observer.sample()
             if stalled_seconds < self.threshold / 2:  # it has made progress since the last alarm

@@ -57,7 +57,7 @@ class Exchange:
         if now < self._next_poll:
             return
         self._next_poll = now + self.period
-        closed = self._windows.consume(self._clock.rows)
+        closed = self._windows.consume(self._clock.collect())
         if closed or not self._has_published:
             self._store.set(self._keys[self._rank], self._windows.pack())
             self._has_published = True

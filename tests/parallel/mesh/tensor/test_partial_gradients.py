@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from tests.ranks import ranks, run_on_ranks
+from tests.sizes import cases
 
 from ...beside_one_process import off_by, one_step
 from ...small_transformer import VOCABULARY, WIDTH
@@ -91,8 +93,10 @@ def tied_off_by(plan: str, dp_shard_size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("dp_shard_size", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "dp_shard_size"),
+    cases(gate=[*((plan, 1) for plan in PLANS), ("both", 2), ("vocabulary", 2)], nightly=product(PLANS, (1, 2))),
+)
 def test_tied_weights_and_norms_between_split_layers_train_as_on_one_process(plan: str, dp_shard_size: int) -> None:
     for found in run_on_ranks(2 * dp_shard_size, tied_off_by, plan=plan, dp_shard_size=dp_shard_size):
         assert max(found.values()) < 1e-5, found

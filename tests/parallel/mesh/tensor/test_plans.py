@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, get_model_tp_size
 from tests.ranks import ranks, run_on_ranks
+from tests.sizes import cases
 
 from ...beside_one_process import off_by
 from ...small_transformer import TP_PLAN, VOCABULARY, loader, loss_of, model
@@ -53,8 +55,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dp_shard_size", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "dp_shard_size"),
+    cases(gate=[("vocabulary", 2), ("embeddings", 2), ("torch's styles", 1)], nightly=product(PLANS, (1, 2))),
+)
 def test_every_style_trains_as_one_process_does(plan: str, dp_shard_size: int) -> None:
     [alone] = train("one", steps=10, clip=1.0)
     for losses in run_on_ranks(2 * dp_shard_size, losses_with, plan=PLANS[plan], dp_shard_size=dp_shard_size):

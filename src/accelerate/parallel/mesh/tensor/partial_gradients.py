@@ -97,6 +97,8 @@ class _ForwardTracker:
             # Checkpointed blocks run again in the backward pass.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
+            if next(module.parameters(), None) is None:  # stages share such modules, and another one may run
+                return
             self.context = self.flow.tracking()
             self.context.__enter__()
         self.inside.append(module)
@@ -105,9 +107,10 @@ class _ForwardTracker:
             self.flow.complete(args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.inside or self.inside[-1] is not module:
+        if module not in self.inside:
             return
-        self.inside.pop()
+        while self.inside.pop() is not module:  # the end of a stage ends its modules without their hooks
+            pass
         error = sys.exc_info()[1]
         if error is not None:
             self.flow.explain(error)

@@ -25,6 +25,7 @@ from ...modules.placeholder import Placeholder
 from ...modules.wrapping import matches_pattern
 from ..context.ring import require_no_recurrence
 from .partial_gradients import abbreviated, sum_partial_gradients
+from .sequences import Layers, split_between_regions
 from .transformers_styles import require_known_to_transformers, split_by_transformers
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ _REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 """Styles of layers that are not split; gradients to sum are detected for every layer."""
 
 
-def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
+def split_layers(
+    model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh, *, sequence_parallel: bool = False
+) -> None:
     """Split the layers that the plan names, in place. A model that already has DTensors is not changed.
 
     Tied weights stay tied, and parameters outside the plan get complete gradients: see [Note: partial gradients].
@@ -73,6 +76,9 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
         _require_divisible(name, module, style, mesh.size())
     if not rest:
         _require_matching_ends(layers)
+    if sequence_parallel:
+        require_no_recurrence(model, "sequence_parallel=True")
+        layers = split_between_regions(model, layers, rest, mesh)
     for module, style in layers.values():
         parallelize_module(module, mesh, style)
     completing = split_by_transformers(model, rest, mesh)
@@ -84,7 +90,7 @@ def split_layers(model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceM
 
 def _layers_of(
     model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None
-) -> tuple[dict[str, tuple[nn.Module, ParallelStyle]], dict[str, str]]:
+) -> tuple[Layers, dict[str, str]]:
     """Return the layers that torch's styles split, and the rules that only transformers implements."""
     modules = {name: module for name, module in model.named_modules() if name}
     params = [name for name, _ in model.named_parameters()]

@@ -8,6 +8,7 @@ disk access while memory is free, and the kernel evicts them when it is not. Thr
   the kernel has no such call (before Linux 5.14, other systems), it touches each page.
 - `release_pages` drops the pages of a tensor from this process, so that they do not count as its memory.
 - `read_into` reads without mapping, directly into the target.
+- `copy_storages` copies mapped tensors to memory of their own.
 
 The mapping is private: writing to a tensor changes a copy of its page, never the file, until `release_pages` drops it.
 """
@@ -27,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats.codec import THREADS
-
+THREADS = min(8, os.cpu_count() or 1)
+"""Enough to saturate the memory bandwidth."""
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22
 _MADV_HUGEPAGE = 14
@@ -82,11 +83,45 @@ def read_into(path: Path, start: int, target: Tensor) -> None:
         if len(pieces) < 2:
             for first in pieces:
                 read(first)
-        else:  # the kernel clears each new page before it is filled: huge pages are few
-            first_page, last_page = _pages(target, inward=True)
-            _advise(first_page, last_page - first_page, _MADV_HUGEPAGE)
+        else:
+            _use_huge_pages(target)
             with ThreadPoolExecutor(min(THREADS, len(pieces)), thread_name_prefix="load") as pool:
                 list(pool.map(read, pieces))
+
+
+def _use_huge_pages(target: Tensor) -> None:
+    """Let an empty tensor have huge pages: the kernel clears each new page before it is filled, and these are few."""
+    first, last = _pages(target, inward=True)
+    _advise(first, last - first, _MADV_HUGEPAGE)
+
+
+def copy_storages(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return a copy of every tensor, by the id of the tensor; what shares memory shares it in the copies."""
+    copies: dict[int, Tensor] = {}
+    storages: dict[int, Tensor] = {}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
+        for tensor in tensors:
+            source = tensor.untyped_storage()
+            if source.data_ptr() not in storages:
+                storages[source.data_ptr()] = _copy_bytes(torch.empty(0, dtype=torch.uint8).set_(source), pool)
+            own: Any = storages[source.data_ptr()].untyped_storage()
+            copies[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(
+                own, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+    return copies
+
+
+def _copy_bytes(source: Tensor, pool: ThreadPoolExecutor) -> Tensor:
+    target = torch.empty_like(source)
+    pieces = range(0, len(source), _PIECE)
+    if len(pieces) > 1:
+        _use_huge_pages(target)
+
+    def copy(first: int) -> None:
+        target[first : first + _PIECE].copy_(source[first : first + _PIECE])
+
+    list(pool.map(copy, pieces))
+    return target
 
 
 def _read_piece(descriptor: int, path: Path, start: int, view: memoryview) -> None:

@@ -1,0 +1,78 @@
+"""Measure the phases of a step in the device's time."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...runtime.devices.device import has_streams
+from ...runtime.phases import NAMES, OTHER, PhaseClock, Row
+
+_MOST_PENDING = 64
+"""Steps whose events are kept: a host is a few steps ahead of its device at most."""
+
+
+def clock_for(device: torch.device) -> PhaseClock:
+    """Return the clock for the training thread of a process with this device."""
+    return DeviceClock(device) if has_streams(device) else PhaseClock()
+
+
+class DeviceClock(PhaseClock):
+    """Measure by events on the stream of the training thread, because the host runs ahead of the device.
+
+    The host waits for the device wherever it happens to ask for a value. On a rank that calls `loss.item()` the host's
+    time shows the passes of the device there, and on the other ranks nowhere. Between two events lies what the device
+    did in a phase, or how long it had nothing to do because the host was slow.
+    """
+
+    __slots__ = ("_device", "_free", "_marks", "_pending")
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._free: deque[Any] = deque()
+        self._pending: deque[tuple[int, list[tuple[int, Any]]]] = deque(maxlen=_MOST_PENDING)
+        self._marks: list[tuple[int, Any]] = [(OTHER, self._record())]
+
+    def enter(self, phase: int) -> int:
+        """Enter a phase, and return the previous one."""
+        before = self._phase
+        self._marks.append((before, self._record()))
+        self._phase = phase
+        return before
+
+    def collect(self) -> deque[Row]:
+        """Return the steps that have not been read yet; those that the device has not completed come later."""
+        while self._pending:
+            step, marks = self._pending[0]
+            try:
+                if not marks[-1][1].query():
+                    break
+                self.rows.append((step, _seconds(marks)))
+            except RuntimeError:  # events that were recorded into a graph have no time
+                pass
+            self._pending.popleft()
+            self._free.extend(event for _, event in marks[:-1])  # the last one is the first of the next step
+        return self.rows
+
+    def _end_step(self) -> None:
+        self._pending.append((self.steps, self._marks))
+        self._marks = self._marks[-1:]
+        self.steps += 1
+        self._stepped = False
+
+    def _record(self) -> Any:
+        event = self._free.popleft() if self._free else torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+def _seconds(marks: list[tuple[int, Any]]) -> list[float]:
+    """Return the seconds per phase between the first event of a step and its last one."""
+    seconds = [0.0] * len(NAMES)
+    for (_, start), (phase, end) in pairwise(marks):
+        seconds[phase] += start.elapsed_time(end) / 1e3
+    return seconds
