@@ -84,6 +84,31 @@ def test_models_train_by_their_own_plans_of_tensor_parallelism(world_size: int, 
         assert max(found[architecture].values()) < 1e-5, found
 
 
+def test_experts_train_by_their_own_plans_as_on_one_process(tmp_path: Path) -> None:
+    both = {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}
+    ways: list[tuple[str, int, dict[str, int]]] = [
+        ("Mixtral", 2, {"dp_shard_size": 2, "ep_size": 2}),
+        ("Qwen3Moe", 4, both),
+        ("GptOss", 2, {"dp_shard_size": 2, "ep_size": 2}),
+    ]
+    if PROFILE == "nightly":
+        every = {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2, "ep_size": 4}
+        ways += [
+            ("Mixtral", 4, both),
+            ("Mixtral", 4, {"dp_shard_size": 2, "cp_size": 2, "ep_size": 4}),
+            ("Mixtral", 4, {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2}),
+            ("Qwen3Moe", 4, {"dp_shard_size": 4, "ep_size": 2}),
+            ("GptOss", 4, {"dp_shard_size": 4, "ep_size": 4}),
+            ("Mixtral", 8, every),
+            ("Qwen3Moe", 8, every),
+        ]
+    words = [word for architecture, size, sizes in ways for word in (architecture, size, json.dumps(sizes))]
+    options = {"world_size": 1, "directory": tmp_path, "PYTHONPATH": str(REPOSITORY)}
+    found = run_scenario("expert_parallel", *words, **options)["found"]  # type: ignore[arg-type]
+    for way, off_by in zip(ways, found, strict=True):
+        assert max(off_by.values()) < 1e-5, (way, off_by)
+
+
 def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
     found = run_scenario("estimates", world_size=1, directory=tmp_path)
     data = found["of_the_folder"]

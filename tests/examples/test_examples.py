@@ -256,6 +256,16 @@ def test_language_model_fsdp(world_size: int, tmp_path: Path) -> None:
 
 
 @on_two_processes
+def test_experts(world_size: int, tmp_path: Path) -> None:
+    printed = run_example("experts.py", world_size=world_size, directory=tmp_path)
+    losses = numbers_after("loss", printed)
+    assert losses[-1] < 0.4 * losses[0]
+    imbalances = numbers_after("imbalance", printed)
+    assert len(imbalances) == {1: 0, 2: len(losses)}[world_size], "one process spreads nothing"
+    assert all(1 <= imbalance < 3 for imbalance in imbalances)
+
+
+@on_two_processes
 def test_distributed_inference(world_size: int, tmp_path: Path) -> None:
     printed = run_example("distributed_inference.py", world_size=world_size, directory=tmp_path)
     assert re.findall(r"answered (\d+)", printed) == {1: ["101"], 2: ["51", "50"]}[world_size]

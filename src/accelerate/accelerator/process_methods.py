@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.enums import DistributedType, FP8BackendType
 from ..config.plugins.handlers import DataLoaderConfiguration, ProjectConfiguration
@@ -307,3 +307,34 @@ class ProcessMethods:
             pad_first: Whether it is put in front instead of behind.
         """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    # --- experts --------------------------------------------------------------------------------------------------
+
+    def expert_counts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return how many tokens each expert got in training since the last call, over all processes.
+
+        Every process must call it. The result has one tensor per module with experts, by the module's name, and is
+        empty where experts are not spread (`ep_size`).
+
+        Args:
+            model: A prepared model.
+        """
+        return self.strategy.expert_counts(model)
+
+    def load_balancing_loss(
+        self, router_logits: Tensor | Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return this process's share of the router's loss over the tokens of all processes.
+
+        The mean over processes, which `backward` takes, is the loss of the global batch. A loss that every process
+        computes from its own tokens is another one. Every process must call it.
+
+        Args:
+            router_logits: Scores of (tokens, experts), or those of several layers, as models of transformers return.
+            top_k: Experts that are chosen for each token.
+            attention_mask: Ones for the tokens that count, zeros for padding; of as many elements as there are tokens.
+        """
+        from ..parallel.mesh.experts.balance import load_balancing_loss
+
+        shares, group = self.strategy.num_gradient_shares, self.strategy.gradient_group
+        return load_balancing_loss(router_logits, top_k, attention_mask, shares=shares, group=group)

@@ -96,7 +96,7 @@ DEEPSPEED_VARIABLES: Mapping[str, str] = {
 
 # Field of `ParallelismConfig` (or of its handlers) -> type; the published variable is the field in capitals.
 PARALLELISM_FIELDS: Mapping[str, type] = {
-    **{f"{axis}_size": int for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sp")},
+    **{f"{axis}_size": int for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sp", "ep")},
     "cp_backend": str,
     "sp_backend": str,
     "cp_comm_strategy": str,

@@ -249,6 +249,10 @@ class Strategy(ABC):
         """Scale gradients so that their norm is at most `max_norm`; return the norm they had."""
         return torch.nn.utils.clip_grad_norm_(self.current(parameters), max_norm, norm_type=norm_type)
 
+    def expert_counts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return how many tokens each expert got, by module; nothing where experts are not spread."""
+        return {}
+
     def current(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
         """Map parameters to their replacements; a list made before `prepare` may hold replaced ones."""
         if not self._successors:

@@ -40,8 +40,7 @@ def strategy_for(
         if sharding is not None:
             logger.info("There is one process: nothing is sharded, and the settings of FSDP have no effect.")
         return SingleProcess(runtime)
-    axes = parallelism.active_mesh_dims if parallelism is not None else []
-    if sharding is None and set(axes) <= {"dp_replicate"}:
+    if sharding is None and set(_axes_of(parallelism)) <= {"dp_replicate"}:
         return DataParallel(runtime, ddp)
     from ..runtime.group.mesh import Mesh
     from .mesh.sharded import MeshParallel
@@ -59,12 +58,25 @@ def strategy_for(
     return MeshParallel(runtime, mesh, sharding)
 
 
+def _axes_of(parallelism: ParallelismConfig | None) -> list[str]:
+    """Return the axes of more than one process, also the one that is a view of others."""
+    if parallelism is None:
+        return []
+    return [*parallelism.active_mesh_dims, *(["ep"] if parallelism.ep_enabled else [])]
+
+
 def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
     if parallelism.sp_enabled:
         raise UnsupportedSettingError(
             f"sp_size={parallelism.sp_size}",
             "it is DeepSpeed's sequence parallelism (Ulysses), which comes with a later version.",
             "Use cp_size to split sequences.",
+        )
+    if parallelism.ep_enabled and parallelism.pp_enabled:
+        raise UnsupportedSettingError(
+            f"ep_size={parallelism.ep_size} with pp_size={parallelism.pp_size}",
+            "experts are spread over the processes that share a whole model.",
+            "Use dp_shard_size, tp_size or cp_size instead of pp_size.",
         )
     parallelism.fitted(runtime.num_processes)
 
@@ -77,6 +89,12 @@ def _on_xla(
 ) -> Strategy:
     if deepspeed is not None:
         raise UnsupportedSettingError("DeepSpeed on XLA", "it has no XLA backend.", "Use fsdp_plugin.")
+    if parallelism is not None and parallelism.ep_enabled:
+        raise UnsupportedSettingError(
+            f"ep_size={parallelism.ep_size} on XLA",
+            "tokens travel by an all-to-all of torch.distributed.",
+            "Leave it out.",
+        )
     from .mesh.xla import XlaDevices
 
     return XlaDevices(runtime, sharding, parallelism)
@@ -90,9 +108,10 @@ def _engines_of(
 ) -> Strategy:
     if sharding is not None:
         raise ValueError("FSDP and DeepSpeed both shard a model: give fsdp_plugin or deepspeed_plugin, not both.")
-    if parallelism is not None and set(parallelism.active_mesh_dims) - {"dp_replicate", "dp_shard"}:
+    axes = _axes_of(parallelism)
+    if set(axes) - {"dp_replicate", "dp_shard"}:
         raise UnsupportedSettingError(
-            f"ParallelismConfig with the axes {', '.join(parallelism.active_mesh_dims)} and DeepSpeed",
+            f"ParallelismConfig with the axes {', '.join(axes)} and DeepSpeed",
             "DeepSpeed lays out the processes itself.",
             "Say it in DeepSpeed's config, or leave the deepspeed_plugin out.",
         )
@@ -103,5 +122,6 @@ def _engines_of(
 
 def _default_parallelism(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
     hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
-    others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp")}  # not those of the environment
+    # Not those of the environment.
+    others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp", "ep")}
     return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts, **others)

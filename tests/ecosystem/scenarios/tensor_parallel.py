@@ -112,4 +112,5 @@ def off_by(architecture: str) -> dict[str, float]:
     return worst
 
 
-report(**{architecture: off_by(architecture) for architecture in sys.argv[1:]})
+if __name__ == "__main__":
+    report(**{architecture: off_by(architecture) for architecture in sys.argv[1:]})

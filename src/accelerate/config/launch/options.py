@@ -310,6 +310,7 @@ _PARALLELISM = (
         "parallelism_config_tp_size": ("processes that split each layer", 1, int),
         "parallelism_config_cp_size": ("processes that split each sequence", 1, int),
         "parallelism_config_pp_size": ("processes that each hold some of the layers", 1, int),
+        "parallelism_config_ep_size": ("processes that hold all experts between them", 1, int),
         "parallelism_config_cp_backend": ("engine of context parallelism", "torch", str, ("torch",)),
         "parallelism_config_cp_comm_strategy": ("how keys and values are exchanged", "allgather"),
         "parallelism_config_sp_size": ("processes of sequence parallelism", 1, int),

@@ -20,6 +20,8 @@ VIEWS = {
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
 }
 """Published names of flattened axes."""
+EXPERT_AXES = ("ep_replicate", "ep_shard", "ep")
+"""The axes of the mesh of experts: processes with the same experts copy or shard them, and `ep` holds all experts."""
 REST = -1
 
 
@@ -215,9 +217,15 @@ class ParallelismConfig:
     tp_plan: Mapping[str, Any] | None = None
     """Module name patterns -> how to split: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`. Without one the
     plan that the model carries is taken."""
+    ep_size: int | None = None
+    """Processes that hold all experts of a module between them: expert parallelism. It adds no processes: it divides
+    `dp_shard_size` x `cp_size` x `tp_size`, or `dp_replicate_size` where these are 1."""
+    ep_plan: Mapping[str, str] | None = None
+    """Module name patterns -> "experts": `{"layers.*.mlp.experts": "experts"}`. Without one the plan that the model
+    carries is taken, as models of transformers do."""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size"):
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size", "ep_size"):
             setattr(self, name, self._checked_size(name))
         if self.dp_replicate_size == self.dp_shard_size == REST:
             raise ValueError("ParallelismConfig: only one of dp_replicate_size and dp_shard_size can be -1.")
@@ -287,6 +295,27 @@ class ParallelismConfig:
         return self.size("pp") > 1
 
     @property
+    def ep_enabled(self) -> bool:
+        """Return whether experts are spread."""
+        return self.size("ep") > 1
+
+    @property
+    def expert_sizes(self) -> tuple[int, int, int]:
+        """Return the sizes of `EXPERT_AXES`, or refuse an `ep_size` that fits no group of processes."""
+        ep, copies = self.size("ep"), self.size("dp_replicate")
+        sharing = self.size("dp_shard") * self.size("cp") * self.size("sp") * self.size("tp")
+        if sharing % ep == 0:
+            return copies, sharing // ep, ep
+        if sharing == 1 and copies % ep == 0:
+            return copies // ep, 1, ep
+        most = copies if sharing == 1 else sharing
+        fit = ", ".join(str(size) for size in range(1, most + 1) if most % size == 0)
+        raise ValueError(
+            f"ParallelismConfig(ep_size={ep}): experts are spread over the {most} processes that "
+            f"{'copy' if sharing == 1 else 'share'} the model, and ep_size must divide that: {fit}."
+        )
+
+    @property
     def data_parallel_size(self) -> int:
         """Return the number of processes that see different samples."""
         return self.size("dp_replicate") * self.size("dp_shard")
@@ -347,6 +376,8 @@ class ParallelismConfig:
                     setattr(self, name, num_processes // others)
         if self.total_size != num_processes:
             raise ValueError(self._size_error(num_processes))
+        if self.ep_enabled:
+            _ = self.expert_sizes  # refuses sizes that do not fit
         return self
 
     def _size_error(self, num_processes: int) -> str:

@@ -30,6 +30,9 @@ from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
 from .context.positions import PositionCheck, SplitBuffers, require_sdpa
 from .context.ring import require_no_recurrence, split_sequences
+from .experts.balance import expert_counts
+from .experts.plans import Experts
+from .experts.spreading import ExpertParallel
 from .tensor.plans import split_layers
 
 _MAX_DIVISORS = 4
@@ -51,6 +54,12 @@ class MeshParallel(Strategy):
                 "layers are split before the first process hands out its weights.",
                 "Load the model on every process.",
             )
+        if shards and plugin.cpu_ram_efficient_loading and mesh.config.ep_enabled:
+            raise UnsupportedSettingError(
+                f"cpu_ram_efficient_loading=True with ep_size={mesh.size('ep')}",
+                "experts are spread before the first process hands out its weights.",
+                "Load the model on every process.",
+            )
         if plugin.offloads and not shards:
             raise UnsupportedSettingError(
                 "cpu_offload=True (optimizer_cpu_offload of Megatron-LM) with one process per copy",
@@ -63,6 +72,8 @@ class MeshParallel(Strategy):
         """The buffers that `split_sequences` has sharded at the moment."""
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = mesh.size("cp") > 1
+        self._expert_parallel = ExpertParallel(mesh) if mesh.config.ep_enabled else None
+        self._experts: MutableMapping[nn.Module, Experts] = WeakKeyDictionary()
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
@@ -116,10 +127,18 @@ class MeshParallel(Strategy):
         if self.mesh.size("cp") > 1:
             require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
             require_sdpa(model)
+        if self._expert_parallel is not None:
+            self._experts[model] = self._expert_parallel.spread(model)
         if tp is not None:
             handler = self.mesh.config.tp_handler
             by_sequence = handler is not None and handler.sequence_parallel
-            split_layers(model, self.mesh.config.tp_plan, tp, sequence_parallel=by_sequence)
+            split_layers(
+                model,
+                self.mesh.config.tp_plan,
+                tp,
+                sequence_parallel=by_sequence,
+                except_for=self._experts.get(model, {}),
+            )
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
         if self.mesh.sharding is not None:
@@ -169,7 +188,10 @@ class MeshParallel(Strategy):
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
         ties = materialising.Ties(model)
-        for unit in [*units, model]:
+        experts = list(self._experts.get(model, {}).values())
+        if self._expert_parallel is not None:
+            self._expert_parallel.shard(experts, inner)
+        for unit in [*filter(lambda unit: unit not in experts, units), model]:
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
@@ -184,9 +206,16 @@ class MeshParallel(Strategy):
             materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
         self._keep_unsharded(model, parameters_in(ignored))
         if self.mesh.size("dp_replicate") > 1 and not from_first:
-            shards = [param for param in model.parameters() if mesh_of(param) is not None]
-            broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
+            self._copy_from_first(model, experts)
         return model
+
+    def _copy_from_first(self, model: nn.Module, experts: list[nn.Module]) -> None:
+        """Give all copies of a model the values of the first one."""
+        apart = set(parameters_in(experts))
+        shards = [param for param in model.parameters() if mesh_of(param) is not None and param not in apart]
+        broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
+        if self._expert_parallel is not None:
+            self._expert_parallel.copy_from_first(experts, self.runtime.device)
 
     def _unit_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the options of `fully_shard` for the units of a model, and for the model itself."""
@@ -309,6 +338,11 @@ class MeshParallel(Strategy):
     def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
         """Return the total norm from the norms of the parts."""
         return norms[0] if len(norms) == 1 else norm_of(norms, norm_type).to(self.runtime.device)
+
+    def expert_counts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return how many tokens each expert got in training since the last call. Collective."""
+        spread: list[Any] = [module.forward for module in self._experts.get(model, {}).values()]
+        return expert_counts(spread, self.runtime.device)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,11 @@ def matches_pattern(path: str, pattern: str) -> bool:
     return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
 
 
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a name is that of one of these modules, or of something inside of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
 def _by_size(model: nn.Module, smallest: int) -> Callable[[nn.Module], bool]:
     """Choose modules in post-order whose parameters outside of other units are large enough."""
     taken: set[int] = set()

@@ -8,16 +8,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...config.meshes import axis_with_view, build_mesh, world_group_options
-from ...config.plugins.parallelism import AXES, VIEWS, ParallelismConfig
+from ...config.plugins.parallelism import AXES, EXPERT_AXES, VIEWS, ParallelismConfig
 from .runtime import Runtime
 
 
 class Mesh:
     """The device mesh, and this process's groups and coordinates in it."""
 
-    def __init__(self, config: ParallelismConfig, device_mesh: DeviceMesh) -> None:
+    def __init__(self, config: ParallelismConfig, device_mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
         self.config = config
         self.device_mesh = device_mesh
+        self._experts = experts
         self._axes = device_mesh.mesh_dim_names or ()
         # torch caches a flattened view in the mesh.
         with world_group_options():
@@ -36,7 +37,14 @@ class Mesh:
             axes = [axis for axis in AXES if axis in needed]
             runtime.meshes[sizes] = build_mesh(axes, [config.size(axis) for axis in axes], runtime.device.type, VIEWS)
         config.device_mesh = runtime.meshes[sizes]
-        return cls(config, runtime.meshes[sizes])
+        if not config.ep_enabled:
+            return cls(config, runtime.meshes[sizes])
+        views = (*sizes, config.size("ep"))
+        if views not in runtime.meshes:
+            runtime.meshes[views] = build_mesh(
+                EXPERT_AXES, config.expert_sizes, runtime.device.type, {"ep_shard_ep": EXPERT_AXES[1:]}
+            )
+        return cls(config, runtime.meshes[sizes], runtime.meshes[views])
 
     def _flattened(self, view: str, members: tuple[str, ...]) -> DeviceMesh | None:
         names = tuple(axis for axis in self._axes if axis in members)
@@ -63,6 +71,12 @@ class Mesh:
     def axis(self, axis: str) -> DeviceMesh:
         """Return the submesh of one axis that contains this process."""
         return self.device_mesh[axis]
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The mesh of the experts: the same processes by other axes, `EXPERT_AXES`."""
+        assert self._experts is not None  # there is one where ep_size > 1
+        return self._experts
 
     @property
     def num_data_ranks(self) -> int:

@@ -187,6 +187,9 @@ class _Dataflow(TorchDispatchMode):
 
         def leaves_layer(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
             local = to_local(tensor, grad_placements=grad_placements)
+            if tensor.device_mesh != flow.mesh:  # a part of a weight that another axis spreads
+                flow._set(local, (False, 0))
+                return local
             completed = any(isinstance(placement, Partial) for placement in grad_placements or ())
             is_split = flow._is_split(tensor) and not completed
             flow._set(local, (is_split, 0 if is_split or completed else flow.activation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....runtime.modules import owner_of
 from ...modules.materialising import Ties
 from ...modules.placeholder import Placeholder
-from ...modules.wrapping import matches_pattern
+from ...modules.wrapping import is_inside, matches_pattern
 from ..context.ring import require_no_recurrence
 from .partial_gradients import abbreviated, sum_partial_gradients
 from .sequences import Layers, split_between_regions
@@ -51,13 +51,19 @@ _REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 
 
 def split_layers(
-    model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh, *, sequence_parallel: bool = False
+    model: nn.Module,
+    plan: Mapping[str, Any] | None,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = False,
+    except_for: Collection[str] = (),
 ) -> None:
     """Split the layers that the plan names, in place. A model that already has DTensors is not changed.
 
+    Modules with the names `except_for` are spread by other means, and left as they are.
     Tied weights stay tied, and parameters outside the plan get complete gradients: see [Note: partial gradients].
     """
-    if any(isinstance(param, DTensor) for param in model.parameters()):
+    if _is_split(model, except_for):
         return
     given, plan = plan, plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
@@ -70,7 +76,7 @@ def split_layers(
     if any(isinstance(style, SequenceParallel) or str(style).startswith("sequence") for style in plan.values()):
         require_no_recurrence(model, "a plan of tensor parallelism that splits sequences")
     ties = Ties(model)
-    layers, rest = _layers_of(model, plan, given)
+    layers, rest = _layers_of(model, plan, given, except_for)
     for name, (module, style) in layers.items():
         _require_splittable(name, module, style)
         _require_divisible(name, module, style, mesh.size())
@@ -88,12 +94,18 @@ def split_layers(
     sum_partial_gradients(model, mesh, completing)
 
 
+def _is_split(model: nn.Module, except_for: Collection[str]) -> bool:
+    return any(
+        isinstance(param, DTensor) for name, param in model.named_parameters() if not is_inside(name, except_for)
+    )
+
+
 def _layers_of(
-    model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None
+    model: nn.Module, plan: Mapping[str, Any], given: Mapping[str, Any] | None, except_for: Collection[str]
 ) -> tuple[Layers, dict[str, str]]:
     """Return the layers that torch's styles split, and the rules that only transformers implements."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    params = [name for name, _ in model.named_parameters()]
+    modules = {name: module for name, module in model.named_modules() if name and not is_inside(name, except_for)}
+    params = [name for name, _ in model.named_parameters() if not is_inside(name, except_for)]
     # The plan of a model class may name layers that this model lacks.
     matching = _matching_rules(plan, [*modules, *params], warns=plan is given)
     layers: dict[str, tuple[nn.Module, ParallelStyle]] = {}

@@ -1,0 +1,1 @@
+"""Expert parallelism: which modules hold experts, how tokens reach them. Start with `spreading`."""
