@@ -29,7 +29,6 @@ from .facts import rows
 
 # (class, member) -> why it is not here.
 LEFT_OUT = {
-    ("Accelerator", "deepspeed_ulysses_dl_adapter"): "DeepSpeed's sequence parallelism is not here",
     ("ParallelismConfig", "_validate_accelerator"): "axolotl overwrites it for an axis of experts; prepare() has none",
     ("PartialState", "_prepare_backend"): "unsloth overwrites it; devices and backends are chosen in runtime/device.py",
 }

@@ -263,6 +263,8 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             result[i] = self._wrap_optimizer(optimizer, placements[i])
         for i in loaders:
             result[i] = self.prepare_data_loader(args[i], placements[i])
+            if prepared.models:
+                result[i].division = self.strategy.batch_division
         for i, scheduler in zip(schedulers, prepared.schedulers, strict=True):
             result[i] = self.prepare_scheduler(scheduler)
         return result[0] if len(result) == 1 else tuple(result)
@@ -294,6 +296,16 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             return optimizer
         prepared = self._prepare_bundle([], [optimizer], [])
         return self._wrap_optimizer(prepared.optimizers[0], device_placement)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: PreparedLoader, model: nn.Module) -> PreparedLoader:
+        """Let a prepared loader divide its batches over the `sp` axis, as if `prepare` had been given both at once.
+
+        Args:
+            dl: A prepared loader of dictionaries with `input_ids`.
+            model: The prepared model.
+        """
+        dl.division = self.strategy.batch_division
+        return dl
 
     def prepare_data_loader(
         self,
@@ -687,9 +699,10 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[object]:
-        """Cut sequences among the processes of the `cp` axis inside the context; without that axis, do nothing.
+        """Cut sequences among the processes of the `cp` or the `sp` axis inside the context; without one, do nothing.
 
-        Give everything that has a sequence dimension: inputs, positions and labels are cut in the same places.
+        Give everything that has a sequence dimension: inputs, positions and labels are cut in the same places. What a
+        prepared loader has cut already (`sp`) stays as it is.
 
         Args:
             buffers: Tensors with a sequence dimension.

@@ -360,6 +360,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
             _num_processes=dataloader.num_processes,
             **options,
         )
+    skipped.division = dataloader.division
     _transfer_position(dataloader, skipped, num_batches)
     return skipped
 

@@ -242,6 +242,11 @@ class Strategy(ABC):
         """Return a context in which sequences are sharded, if the strategy shards them."""
         return nullcontext()
 
+    @property
+    def batch_division(self) -> Any:
+        """What divides the batches of loaders that are prepared with a model: None if nothing does."""
+        return None
+
     def complete_gradients(self) -> None:  # noqa: B027 - other strategies reduce in the backward pass
         """Reduce gradients that are about to be read, if the backward pass has not done so."""
 

@@ -66,17 +66,24 @@ def _axes_of(parallelism: ParallelismConfig | None) -> list[str]:
 
 
 def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
-    if parallelism.sp_enabled:
-        raise UnsupportedSettingError(
-            f"sp_size={parallelism.sp_size}",
-            "it is DeepSpeed's sequence parallelism (Ulysses), which comes with a later version.",
-            "Use cp_size to split sequences.",
-        )
+    for first, second in (("cp", "sp"), ("pp", "sp")):
+        if parallelism.size(first) > 1 and parallelism.size(second) > 1:
+            raise UnsupportedSettingError(
+                f"{first}_size={parallelism.size(first)} with {second}_size={parallelism.size(second)}",
+                "sequences are divided over one axis, and Ulysses (sp_size) needs whole models.",
+                "Use cp_size for both." if first == "cp" else "Use cp_size with pp_size.",
+            )
     if parallelism.ep_enabled and parallelism.pp_enabled:
         raise UnsupportedSettingError(
             f"ep_size={parallelism.ep_size} with pp_size={parallelism.pp_size}",
             "experts are spread over the processes that share a whole model.",
             "Use dp_shard_size, tp_size or cp_size instead of pp_size.",
+        )
+    if parallelism.ep_enabled and parallelism.sp_enabled:
+        raise UnsupportedSettingError(
+            f"ep_size={parallelism.ep_size} with sp_size={parallelism.sp_size}",
+            "nobody has compared experts under Ulysses with one process.",
+            "Use cp_size to divide sequences.",
         )
     parallelism.fitted(runtime.num_processes)
 

@@ -8,7 +8,6 @@ import pytest
 
 from accelerate import Accelerator, PartialState
 from accelerate.config.plugins.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from accelerate.errors import UnsupportedSettingError
 from accelerate.parallelism_config import ParallelismConfig
 from tests.ranks import ranks
 
@@ -64,9 +63,11 @@ def test_a_mesh_of_four_is_refused_on_one_process() -> None:
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=4))
 
 
-def test_deepspeeds_sequence_parallelism_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="sp_size=2 cannot be used"):
-        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+def test_sequences_are_divided_over_one_axis() -> None:
+    with pytest.raises(ValueError, match="cp_size=2 with sp_size=2 cannot be used: sequences are divided"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2, sp_size=2))
+    with pytest.raises(ValueError, match="pp_size=2 with sp_size=2 cannot be used"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, sp_size=2))
 
 
 def test_unknown_engines_and_strategies_are_refused() -> None:
@@ -164,8 +165,3 @@ def test_sequence_parallelism_of_deepspeed_is_described_as_in_1_15(monkeypatch: 
     assert DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).sp_seq_length == 128
     with pytest.raises(ValueError, match="'eager' and 'flex_attention' are not supported"):
         DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
-
-
-def test_sp_size_says_that_it_comes_later() -> None:
-    with pytest.raises(UnsupportedSettingError, match=r"sequence parallelism \(Ulysses\), which comes with a later"):
-        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))

@@ -1,4 +1,4 @@
-"""transformers: a Llama by the recipe of docs/parallelism.md with its sequences in two parts, beside one process."""
+"""transformers: a Llama by the recipe of docs/long_sequences.md through torch's ring, beside one process."""
 
 from __future__ import annotations
 
@@ -8,28 +8,16 @@ from pathlib import Path
 
 import torch
 from tiny import llama, report
-from transformers import GptOssConfig, GptOssForCausalLM
 
 from accelerate import Accelerator, ParallelismConfig
 from tests.parallel.mesh.context import cpu_attention
 
 cpu_attention.register()
-page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
-[recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "shift_labels" in block]
-exec(compile(recipe, "docs/parallelism.md", "exec"))
+page = (Path(__file__).parents[3] / "docs" / "long_sequences.md").read_text()
+[recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def step" in block]
+exec(compile(recipe, "docs/long_sequences.md", "exec"))
 
 accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
-refused = {}
-experts = GptOssConfig(
-    num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
-    vocab_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-)  # fmt: skip
-for name, model in {"eager": llama(32, attn_implementation="eager"), "gpt_oss": GptOssForCausalLM(experts)}.items():
-    try:
-        accelerator.prepare(model)
-    except ValueError as error:
-        refused[name] = str(error)
-
 alone = llama(32)
 model = copy.deepcopy(alone)
 optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
@@ -50,7 +38,8 @@ for seed in range(3):
     labels[0, 5 + seed :] = -100  # padding, which makes the parts uneven
     expected = alone(input_ids=tokens, labels=labels).loss
     expected.backward()
-    loss, items = step(accelerator, model, tokens.clone(), labels)  # type: ignore[name-defined]  # noqa: F821
+    places = torch.arange(16).repeat(2, 1)
+    loss, items = step(accelerator, model, tokens.clone(), labels, places)  # type: ignore[name-defined]  # noqa: F821
     note("loss", accelerator.reduce(loss, "sum") / accelerator.reduce(items, "sum"), expected.detach())
     by_name = dict(alone.named_parameters())
     for name, param in model.named_parameters():
@@ -62,4 +51,4 @@ for seed in range(3):
         optimizer.zero_grad()
 for name, param in model.named_parameters():
     note("parameter", param.detach(), by_name[name].detach())
-report(off_by=off_by, refused=refused, norm=norm.item())
+report(off_by=off_by, norm=norm.item())

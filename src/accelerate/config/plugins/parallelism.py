@@ -16,10 +16,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """From the outermost axis to the innermost, which communicates most."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
-"""Published names of flattened axes."""
+"""Published names of flattened axes. Processes of `sp` have different tokens, as those of `cp` do."""
 EXPERT_AXES = ("ep_replicate", "ep_shard", "ep")
 """The axes of the mesh of experts: processes with the same experts copy or shard them, and `ep` holds all experts."""
 REST = -1
@@ -78,14 +78,14 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Tune DeepSpeed's sequence parallelism (Ulysses), which a later version has: `sp_size` is refused until then."""
+    """Describe sequences for Ulysses (`sp_size`), which runs without DeepSpeed here."""
 
     sp_seq_length: int | None = None
-    """Length of the sequences; needed if it is the same for all batches."""
+    """Length of the sequences; needed if it is the same for all batches. Any length works: nothing reads it."""
     sp_seq_length_is_variable: bool | None = None
     """Whether lengths differ from batch to batch; by default they do."""
     sp_attn_implementation: str | None = None
-    """Attention of the model: "sdpa" or one of flash attention's."""
+    """Attention of the model: "sdpa" or one of flash attention's. It runs by torch's kernels in any case."""
 
     def __post_init__(self) -> None:
         for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
@@ -201,15 +201,15 @@ class ParallelismConfig:
     cp_backend: str | None = None
     """Implementation of context parallelism: "torch", the only choice."""
     sp_size: int | None = None
-    """Processes of DeepSpeed's sequence parallelism, which a later version has. More than 1 is refused."""
+    """Processes that split every sequence, and the heads in attention: Ulysses."""
     sp_backend: str | None = None
-    """Implementation of sequence parallelism. Nothing reads it."""
+    """Name of the implementation of sequence parallelism. Any name stands for the one here, without DeepSpeed."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Details of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
     """Details of context parallelism."""
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    """Details of sequence parallelism. Nothing reads it."""
+    """Details of sequence parallelism."""
     pp_size: int | None = None
     """Processes that each hold some of the layers: pipeline parallelism."""
     pp_handler: PipelineConfig | None = None
@@ -286,7 +286,7 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Return whether DeepSpeed's sequence parallelism is asked for."""
+        """Return whether sequences are split by Ulysses."""
         return self.size("sp") > 1
 
     @property
@@ -353,12 +353,12 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Return the axes over which parameters are sharded."""
-        return self._active("dp_shard", "cp")
+        return self._active("dp_shard", "cp", "sp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Return the axes whose processes see different tokens."""
-        return self._active("dp_replicate", "dp_shard", "cp")
+        return self._active("dp_replicate", "dp_shard", "cp", "sp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:

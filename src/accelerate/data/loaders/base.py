@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +23,16 @@ from ..order.orders import OrderState, innermost_sampler
 from ..order.position import Position, PositionError
 from ..plan import DataPlan
 from .streams import IterableDatasetShard
+
+
+class BatchDivision(Protocol):
+    """What gives each of several ranks its part of every sequence in a batch."""
+
+    def begin_batch(self, batch: Any) -> Any:
+        """Return this rank's part of a batch."""
+
+    def end_batch(self) -> None:
+        """Take note that there are no more batches."""
 
 
 @dataclass(slots=True)
@@ -61,6 +71,8 @@ class PreparedLoader(DataLoader[Any]):
         self.num_processes = num_processes
         self.group: Any = None
         """The ranks that see different samples: None for all."""
+        self.division: BatchDivision | None = None
+        """What gives each of several ranks its part of a batch."""
         self.gradient_state = GradientState()
         self.end_of_dataloader = False
         self.remainder = -1
@@ -256,7 +268,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the running iterator, which belongs to this process."""
-        return {**self.__dict__, "_iterator": None}
+        return {**self.__dict__, "_iterator": None, "division": None}
 
     def reset(self) -> None:
         """Reset what the last iteration recorded about its end."""
@@ -296,6 +308,8 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             if self._current is mine:  # an older iterator that is closed late must not end this one
                 self.end()
+                if self.division is not None:
+                    self.division.end_batch()
 
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Count the time spent waiting for batches, if the phase clock runs."""
@@ -420,6 +434,12 @@ class PreparedLoader(DataLoader[Any]):
         """Save the state before a batch is prefetched, because it is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:
+        place, division = self._device_placement(), self.division
+        if division is None:
+            return place
+        return lambda batch: division.begin_batch(batch if place is None else place(batch))
+
+    def _device_placement(self) -> Callable[[Any], Any] | None:
         device = self.device
         if device is None or devices.is_cpu(device):
             return None  # batches are made on the CPU

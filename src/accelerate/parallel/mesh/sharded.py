@@ -28,8 +28,8 @@ from ..modules.dtensors import distribute_like, gathered, mesh_of, require_plain
 from ..modules.means import divisors_of
 from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
-from .context.positions import PositionCheck, SplitBuffers, require_sdpa
-from .context.ring import require_no_recurrence, split_sequences
+from .context.positions import PositionCheck
+from .context.sequences import SequenceAxis
 from .experts.balance import expert_counts
 from .experts.plans import Experts
 from .experts.spreading import ExpertParallel
@@ -68,12 +68,24 @@ class MeshParallel(Strategy):
             )
         self.capabilities = Capabilities(defers_sync=shards)
         self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
-        self._split_buffers: SplitBuffers | None = None
-        """The buffers that `split_sequences` has sharded at the moment."""
+        self._sequences = self._sequence_axis()
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
-        self._compares_means = mesh.size("cp") > 1
+        self._compares_means = self._sequences is not None
         self._expert_parallel = ExpertParallel(mesh) if mesh.config.ep_enabled else None
         self._experts: MutableMapping[nn.Module, Experts] = WeakKeyDictionary()
+
+    def _sequence_axis(self) -> SequenceAxis | None:
+        """Return the axis over which sequences are divided, if there is one."""
+        config = self.mesh.config
+        if not config.cp_enabled and not config.sp_enabled:
+            return None
+        handler = config.cp_handler if config.cp_enabled else None
+        return SequenceAxis(
+            self.mesh.axis("cp" if config.cp_enabled else "sp"),
+            rotation=None if handler is None else handler.cp_comm_strategy,
+            in_stages=config.pp_enabled,
+            check_group=self.gradient_group,
+        )
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
@@ -117,16 +129,15 @@ class MeshParallel(Strategy):
 
     def _register_position_check(self, model: nn.Module) -> None:
         """Check how a model treats positions. Register it after sharding, so that this hook runs first."""
-        if self.mesh.size("cp") > 1:
-            self._position_checks[model] = PositionCheck(model, lambda: self._split_buffers, self.gradient_group)
+        if self._sequences is not None:
+            self._position_checks[model] = self._sequences.watch(model)
 
     def _parallelize(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
         tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
         require_plain(model, tp)
-        if self.mesh.size("cp") > 1:
-            require_no_recurrence(model, f"cp_size={self.mesh.size('cp')}")
-            require_sdpa(model)
+        if self._sequences is not None:
+            self._sequences.require(model)
         if self._expert_parallel is not None:
             self._experts[model] = self._expert_parallel.spread(model)
         if tp is not None:
@@ -281,32 +292,23 @@ class MeshParallel(Strategy):
     def split_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None
     ) -> AbstractContextManager[object]:
-        """Return a context in which sequences are sharded over the `cp` axis, if there is one."""
-        handler = self.mesh.config.cp_handler
-        if self.mesh.size("cp") == 1 or handler is None:
-            return nullcontext()
-        return self._recording(
-            [(buffer, dim % buffer.dim()) for buffer, dim in zip(buffers, dims, strict=False)],
-            split_sequences(self.mesh.axis("cp"), str(handler.cp_comm_strategy), buffers, dims, no_restore),
-        )
+        """Return a context in which sequences are divided over the `cp` or the `sp` axis, if there is one."""
+        return nullcontext() if self._sequences is None else self._sequences.dividing(buffers, dims, no_restore)
 
-    @contextmanager
-    def _recording(self, buffers: SplitBuffers, splitting: AbstractContextManager[None]) -> Iterator[None]:
-        with splitting:
-            self._split_buffers = buffers
-            try:
-                yield
-            finally:
-                self._split_buffers = None
+    @property
+    def batch_division(self) -> SequenceAxis | None:
+        """What divides the batches of loaders: the `sp` axis."""
+        return self._sequences if self._sequences is not None and self._sequences.by_heads else None
 
     def check_mean_loss(self, loss: Tensor) -> None:
         """Warn once, at the script's line, if shards of a sequence average over different numbers of items."""
-        if not self._compares_means or self._split_buffers is None:
+        sequences = self._sequences
+        if not self._compares_means or sequences is None or sequences.buffers is None:
             return
         found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MAX_DIVISORS]
         counts = torch.tensor(found + [0.0] * (_MAX_DIVISORS - len(found)), device=self.runtime.device)
         extremes = torch.cat([counts, -counts])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.mesh.axis("cp").get_group())
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sequences.group)
         most, least = (part.tolist() for part in (extremes[:_MAX_DIVISORS], -extremes[_MAX_DIVISORS:]))
         for high, low in zip(most, least, strict=True):
             if high != low:

@@ -97,7 +97,7 @@ class Mesh:
     @property
     def num_token_ranks(self) -> int:
         """Return the number of processes that see different tokens."""
-        return self.config.data_parallel_size * self.size("cp")
+        return self.config.data_parallel_size * self.size("cp") * self.size("sp")
 
     @property
     def token_group(self) -> Any:

@@ -52,8 +52,8 @@ class Tiny(nn.Module):
         if self.kind == "masked":
             mask = torch.ones(1, 1, x.shape[1], x.shape[1]).tril().bool()
             x = x + F.scaled_dot_product_attention(query, query, query, attn_mask=mask).squeeze(1)
-        if self.kind == "not causal":
-            x = x + F.scaled_dot_product_attention(query, query, query).squeeze(1)
+        if self.kind == "across":
+            x = x + F.scaled_dot_product_attention(query, query[:, :, :2], query[:, :, :2]).squeeze(1)
         if self.kind == "convolution":
             x = x + self.mixer(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "pooled":
@@ -91,8 +91,8 @@ def test_what_would_see_only_a_part_of_the_sequence_is_refused_at_the_first_forw
         "imported by name": MIXES,
         "convolution": MIXES,
         "pooled": MIXES,
-        "masked": "with a mask, or without is_causal=True",
-        "not causal": "with a mask, or without is_causal=True",
+        "masked": "a mask of 4 x 4 is given to attention, and this process has 4 of the 8 positions",
+        "across": "attention is called with 4 queries and 2 keys",
         "shifted inside": r"output\['loss'\] depends on the order.*Shift the labels before they are cut",
     }.items():
         net = accelerator.prepare(Tiny(kind))

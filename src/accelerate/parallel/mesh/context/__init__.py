@@ -1,1 +1,1 @@
-"""Context parallelism: ring attention, and checks of the model. Start with `ring`."""
+"""Sequences divided over processes: attention that joins them, and checks of the model. Start with `sequences`."""

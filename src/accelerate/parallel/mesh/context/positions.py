@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import UnsupportedSettingError
 from ....runtime.collectives.nested import named_leaves, recursively_apply, tensors_of
 from ...modules.dtensors import whole
+from .attention import ShardedAttention
 
 SplitBuffers = Sequence[tuple[Tensor, int]]
 """Sharded tensors, each with its sequence dimension."""
@@ -33,27 +33,22 @@ Outputs = list[tuple[str, Tensor]]
 Pairs = list[tuple[str, Tensor, Tensor]]
 
 
-def require_sdpa(model: nn.Module) -> None:
-    """Refuse a model whose config names another attention than SDPA, as those of transformers do."""
-    for name, module in model.named_modules():
-        kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(kind, str) and kind != "sdpa":
-            raise _refusal(
-                model,
-                f"{name or 'it'} has attn_implementation={kind!r}, which would attend to one process's part of each "
-                "sequence.",
-                'Load the model with attn_implementation="sdpa"; a model without it, such as GPT-OSS, needs cp_size=1.',
-            )
-
-
 class PositionCheck:
     """Check a model before its first forward pass on sharded sequences, and again for other arguments."""
 
     def __init__(
-        self, model: nn.Module, buffers: Callable[[], SplitBuffers | None], group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        setting: str,
+        sharded: Callable[[], tuple[SplitBuffers | None, ShardedAttention | None]],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        """Register the check; `buffers` returns the sharded buffers or None. Errors are raised on the whole group."""
-        self._buffers = buffers
+        """Register the check; `sharded` returns the sharded buffers and the attention that joins them.
+
+        Errors are raised on the whole group, and name the setting.
+        """
+        self._setting = setting
+        self._sharded = sharded
         self._group = group
         self._checked: set[tuple[str, ...]] = set()
         check = torch.compiler.disable(self.check)  # type: ignore[no-untyped-call]
@@ -61,13 +56,16 @@ class PositionCheck:
 
     def check(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Check the model if its inputs are sharded; a pipeline calls this itself."""
-        buffers = self._buffers()
-        if not buffers:
+        buffers, attention = self._sharded()
+        if not buffers or attention is None:
             return
         given = tuple(name for name, leaf in named_leaves((args, kwargs)) if leaf is not None)
         if given not in self._checked:
             self._checked.add(given)  # first, because the check calls the model
-            self._raise_on_all_ranks(lambda: require_independent_positions(model, args, kwargs, buffers))
+            name = f"{self._setting} with {_name_of(model)}"
+            self._raise_on_all_ranks(
+                lambda: require_independent_positions(model, args, kwargs, buffers, attention, name)
+            )
 
     def _raise_on_all_ranks(self, check: Callable[[], None]) -> None:
         """Raise the error of one process on all of them, because each checked its own data."""
@@ -82,7 +80,9 @@ class PositionCheck:
             raise UnsupportedSettingError(*found)
 
 
-def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, buffers: SplitBuffers) -> None:
+def require_independent_positions(
+    model: nn.Module, args: Any, kwargs: Any, buffers: SplitBuffers, attention: ShardedAttention, setting: str
+) -> None:
     """Refuse a model whose results would differ on sharded sequences. See [Note: independent positions]."""
     call = (args, kwargs)
     if not any(_dim_of(leaf, buffers) is not None for leaf in tensors_of(call)):
@@ -96,30 +96,25 @@ def require_independent_positions(model: nn.Module, args: Any, kwargs: Any, buff
         outputs = named_leaves(model(*chosen[0], **chosen[1]))
         return [(name, whole(leaf)) for name, leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
-    with _dry_run(model), _DiagonalAttention() as attention:
+    probe = _DiagonalAttention()
+    with _dry_run(model), _probed(attention, probe):
         plain = outputs_at(own)
         mixed = outputs_at(torch.cat([own[-1:].repeat(len(own) - len(later)), later]))
         reversed_ = outputs_at(own.flip(0))
-    if attention.is_unsupported_call:
-        raise _refusal(
-            model,
-            "it calls scaled_dot_product_attention with a mask, or without is_causal=True, and the parts of a "
-            "sequence are joined for causal attention without a mask only.",
-            "A model of transformers calls it so if it is given an attention_mask of ones beside position_ids; "
-            "batches padded on the right need no other mask.",
-        )
-    rounding = 5e-2 if attention.is_half_precision else 1e-3
+    if probe.refusals:
+        raise UnsupportedSettingError(setting, *probe.refusals[0])
+    rounding = 5e-2 if probe.is_half_precision else 1e-3
     sequence = (dim, len(own))
-    require_no_mixing(model, _paired_outputs(plain, mixed, later, later, sequence), rounding)
-    require_no_order(model, _paired_outputs(plain, reversed_, own.flip(0), own, sequence), rounding)
+    require_no_mixing(setting, _paired_outputs(plain, mixed, later, later, sequence), rounding)
+    require_no_order(setting, _paired_outputs(plain, reversed_, own.flip(0), own, sequence), rounding)
 
 
-def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
+def require_no_mixing(setting: str, pairs: Pairs, rounding: float) -> None:
     """Refuse a model if outputs changed at positions whose inputs did not."""
     for name, before, after in pairs:
         if before.dim() and _deviation(before, after) > rounding:
-            raise _refusal(
-                model,
+            raise UnsupportedSettingError(
+                setting,
                 f"its output{name} at one position depends on other positions, and not by way of torch's "
                 "scaled_dot_product_attention, the only place where the parts of a sequence are joined.",
                 'Use attention that goes through it (attn_implementation="sdpa" in transformers), and no convolution, '
@@ -127,14 +122,14 @@ def require_no_mixing(model: nn.Module, pairs: Pairs, rounding: float) -> None:
             )
 
 
-def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
+def require_no_order(setting: str, pairs: Pairs, rounding: float) -> None:
     """Refuse a model if outputs changed with the order of the positions."""
     noise = 0.0
     for name, before, after in sorted(pairs, key=lambda pair: -pair[1].dim()):
         deviation = _deviation(before, after)
         if before.dim() and deviation > rounding:
-            raise _refusal(
-                model,
+            raise UnsupportedSettingError(
+                setting,
                 f"its output{name} depends on where a position stands in this process's part of a sequence: it counts "
                 "positions by itself.",
                 "Give it the positions (position_ids=... in transformers), and give them to maybe_context_parallel "
@@ -142,8 +137,8 @@ def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
             )
         # A shift changes the mean over many labels only slightly, so the tolerance is as small as the format allows.
         if before.dim() == 0 and deviation > noise + (2**-7 if _has_16_bits(before) else 1e-5):
-            raise _refusal(
-                model,
+            raise UnsupportedSettingError(
+                setting,
                 f"its output{name} depends on the order of the positions, as a loss does for which the model shifts "
                 "the labels, and neighbours may be on different processes.",
                 "Shift the labels before they are cut, and give them to maybe_context_parallel with the inputs; a "
@@ -152,9 +147,8 @@ def require_no_order(model: nn.Module, pairs: Pairs, rounding: float) -> None:
         noise = max(noise, deviation)
 
 
-def _refusal(model: nn.Module, reason: str, remedy: str) -> UnsupportedSettingError:
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not the class of FSDP2
-    return UnsupportedSettingError(f"Context parallelism (cp_size > 1) with {kind.__name__}", reason, remedy)
+def _name_of(model: nn.Module) -> str:
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__  # FSDP2 has its own
 
 
 def _dim_of(leaf: Tensor, buffers: SplitBuffers) -> int | None:
@@ -215,27 +209,41 @@ def _dry_run(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def _probed(attention: ShardedAttention, probe: _DiagonalAttention) -> Iterator[None]:
+    before, attention.probe = attention.probe, probe
+    try:
+        with probe:
+            yield
+    finally:
+        attention.probe = before
+
+
 class _DiagonalAttention(TorchFunctionMode):
-    """Replace context-parallel attention: every position attends only to itself."""
+    """Replace attention over sharded sequences: every position attends only to itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_unsupported_call = False
-        """Whether attention is called in a way that ring attention does not support."""
+        self.refusals: list[tuple[str, str]] = []
+        """Reasons and remedies of calls of attention that cannot be carried."""
         self.is_half_precision = False
         """Whether anything is computed in 16 bits."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or replace attention."""
-        kwargs = kwargs or {}
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        if func is not torch._C._nn.scaled_dot_product_attention or not isinstance(given["query"], DTensor):
-            result = func(*args, **kwargs)  # ring attention takes DTensors
-            self.is_half_precision |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
-            return result
-        self.is_unsupported_call |= given.get("attn_mask") is not None or not given.get("is_causal")
-        query, key, value = (given[name].to_local() for name in ("query", "key", "value"))
-        key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
-        return value + (query + key).sum(-1, keepdim=True)  # positions may be encoded in queries and keys only
+        """Run an operation, and note its precision."""
+        result = func(*args, **(kwargs or {}))
+        self.is_half_precision |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+        return result
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return for each query its own value, with something of its query and key, which may hold positions."""
+        if self.refusals:
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], 1) for heads in (key, value))
+        return value + (query + key).sum(-1, keepdim=True)
+
+    def refuse(self, reason: str, remedy: str) -> None:
+        """Take note of a call that cannot be carried."""
+        self.refusals.append((reason, remedy))

@@ -23,7 +23,7 @@ from ....runtime.modules import owner_of
 from ...modules.materialising import Ties
 from ...modules.placeholder import Placeholder
 from ...modules.wrapping import is_inside, matches_pattern
-from ..context.ring import require_no_recurrence
+from ..context.sequences import require_no_recurrence
 from .partial_gradients import abbreviated, sum_partial_gradients
 from .sequences import Layers, split_between_regions
 from .transformers_styles import require_known_to_transformers, split_by_transformers
