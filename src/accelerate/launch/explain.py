@@ -88,7 +88,7 @@ def _processes_per_sample(settings: LaunchSettings) -> int:
     values = {name: item.value for name, item in settings.resolved.items()}
     names = []
     if values["use_parallelism_config"]:
-        names += [f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "pp")]
+        names += [f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp", "pp")]
     if values["use_megatron_lm"]:
         names += [f"megatron_lm_{name}" for name in ("tp_degree", "context_parallel_size", "pp_degree")]
     return math.prod(values[name] or 1 for name in names)
