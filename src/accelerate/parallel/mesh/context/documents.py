@@ -135,31 +135,32 @@ def _piece(
     run: range, start: int, stop: int, real: Tensor | None, reach: Reach, at: int, device: torch.device | None
 ) -> Piece | None:
     """Return the piece of a run of queries in a document, or None if they see no key; `at` is where the run is."""
-    before, after = reach
-    first = start if before is None else max(start, run[0] - before)
-    last = stop if after is None else min(stop, run[-1] + after + 1)
+    before, after = (stop if steps is None else steps for steps in reach)  # as far as a document can be
+    keys = range(max(start, run[0] - before), min(stop, run[-1] + after + 1))
     holes = None
     if real is not None:
-        kept = real[first:last].nonzero().flatten()
-        if not len(kept):
-            return None
-        first, last = first + int(kept[0]), first + int(kept[-1]) + 1
-        holes = None if bool(real[first:last].all()) else real[first:last]
-    low = run.start if after is None else max(run.start, first - after)  # queries that see one of these keys
-    high = run.stop if before is None else min(run.stop, last + before)
-    if low >= high:
+        keys, holes = _without_padding(keys, real)
+    seeing = range(max(run.start, keys.start - after), min(run.stop, keys.stop + before))
+    if not keys or not seeing:
         return None
-    queries = slice(at + low - run.start, at + high - run.start)
-    sees_all_before = before is None or high - 1 - before <= first
-    sees_all_after = after is None or low + after >= last - 1
-    if holes is None and sees_all_before and (sees_all_after or (after == 0 and low == first and high == last)):
-        return Piece(queries, slice(first, last), None, not sees_all_after)
-    place, key = torch.arange(low, high, device=device)[:, None], torch.arange(first, last, device=device)
-    mask = torch.ones(high - low, last - first, dtype=torch.bool, device=device)
-    if before is not None:
-        mask &= key >= place - before
-    if after is not None:
-        mask &= key <= place + after
+    queries = slice(at + seeing.start - run.start, at + seeing.stop - run.start)
+    sees_all_before = seeing[-1] - before <= keys.start
+    sees_all_after = seeing.start + after >= keys[-1]
+    is_square = after == 0 and seeing == keys
+    if holes is None and sees_all_before and (sees_all_after or is_square):
+        return Piece(queries, slice(keys.start, keys.stop), None, not sees_all_after)
+    query, key = torch.arange(seeing.start, seeing.stop)[:, None], torch.arange(keys.start, keys.stop)
+    mask = (key >= query - before) & (key <= query + after)
     if holes is not None:
-        mask &= holes.to(mask.device)
-    return Piece(queries, slice(first, last), mask, False)
+        mask &= holes
+    return Piece(queries, slice(keys.start, keys.stop), mask.to(device), False)
+
+
+def _without_padding(keys: range, real: Tensor) -> tuple[range, Tensor | None]:
+    """Return the keys from the first to the last that is real, and which of them are, if not all."""
+    kept = real[keys.start : keys.stop].nonzero().flatten()
+    if not len(kept):
+        return range(0), None
+    keys = range(keys.start + int(kept[0]), keys.start + int(kept[-1]) + 1)
+    holes = real[keys.start : keys.stop]
+    return keys, None if bool(holes.all()) else holes
