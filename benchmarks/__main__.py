@@ -37,6 +37,7 @@ SUBJECTS = {
     "compile": ONE_INTERFACE,
     "log": ("ours",),
     "deepspeed": ("ours",),
+    "experts": ("ours",),
     "watch": ("ours",),
     "xla": ("ours",),
 }

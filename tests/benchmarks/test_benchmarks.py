@@ -55,6 +55,7 @@ def results() -> Results:
         ("step", GENEROUS),
         ("ddp", GENEROUS_FOR_TWO_PROCESSES),
         ("fsdp", GENEROUS_FOR_TWO_PROCESSES),
+        ("experts", GENEROUS_FOR_TWO_PROCESSES),
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
         ("log", GENEROUS),

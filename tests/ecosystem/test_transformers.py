@@ -104,8 +104,10 @@ def test_experts_train_by_their_own_plans_as_on_one_process(tmp_path: Path) -> N
         ]
     words = [word for architecture, size, sizes in ways for word in (architecture, size, json.dumps(sizes))]
     options = {"world_size": 1, "directory": tmp_path, "PYTHONPATH": str(REPOSITORY)}
-    found = run_scenario("expert_parallel", *words, **options)["found"]  # type: ignore[arg-type]
-    for way, off_by in zip(ways, found, strict=True):
+    found = run_scenario("expert_parallel", *words, "Mixtral", 2, "{}", **options)["found"]  # type: ignore[arg-type]
+    router = found.pop()
+    assert router.pop("of their means") > 1e-3, "what each process computes alone is another loss"
+    for way, off_by in zip([*ways, "router"], [*found, router], strict=True):
         assert max(off_by.values()) < 1e-5, (way, off_by)
 
 

@@ -1,7 +1,7 @@
 """Train small models with experts of transformers, the experts spread by their own plans; compare with one process.
 
-`expert_parallel.py ARCHITECTURE PROCESSES '{"dp_shard_size": 2, "ep_size": 2}' …`, again for every mesh. The processes
-are forked, so that transformers is imported once.
+`expert_parallel.py ARCHITECTURE PROCESSES '{"dp_shard_size": 2, "ep_size": 2}' …`, again for every mesh; `2 '{}'`
+compares the router's loss. The processes are forked, so that transformers is imported once.
 """
 
 from __future__ import annotations
@@ -77,9 +77,32 @@ def off_by(architecture: str, sizes: dict[str, int]) -> dict[str, float]:
     return worst
 
 
+def router_loss_off_by(architecture: str) -> dict[str, float]:
+    """Return how far losses and gradients are from one process with the router's loss of transformers."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2, ep_size=2))
+    alone = model_of(architecture)
+    model = accelerator.prepare(copy.deepcopy(alone))
+    alone.router_aux_loss_coef, model.router_aux_loss_coef = 0.5, 0.0
+    tokens = torch.randint(3, 64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    wanted = alone(input_ids=tokens, labels=tokens, output_router_logits=True)
+    wanted.loss.backward()
+    own = tokens.chunk(2)[accelerator.process_index]
+    outputs = model(input_ids=own, labels=own, output_router_logits=True)
+    balance = accelerator.load_balancing_loss(outputs.router_logits, model.num_experts_per_tok)
+    accelerator.backward(outputs.loss + 0.5 * balance)
+    expected = dict(alone.named_parameters())
+    return {
+        "router's loss": float((accelerator.reduce(balance.detach(), "mean") - wanted.aux_loss).abs()),
+        "gradients": max(
+            float((whole(param.grad) - expected[name].grad).abs().max()) for name, param in model.named_parameters()
+        ),
+        "of their means": float((accelerator.reduce(outputs.aux_loss.detach(), "mean") - wanted.aux_loss).abs()),
+    }
+
+
 def run(architecture: str, sizes: dict[str, int], file: str) -> None:
     """Write the largest differences of all processes."""
-    everywhere = from_all_ranks(off_by(architecture, sizes))
+    everywhere = from_all_ranks(off_by(architecture, sizes) if sizes else router_loss_off_by(architecture))
     if rank() == 0:
         Path(file).write_text(json.dumps({name: max(each[name] for each in everywhere) for name in everywhere[0]}))
 

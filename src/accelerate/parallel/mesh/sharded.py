@@ -31,7 +31,7 @@ from ..modules.wrapping import ignored_modules, parameters_in, units_of
 from .context.positions import PositionCheck
 from .context.sequences import SequenceAxis
 from .experts.balance import expert_counts
-from .experts.plans import Experts
+from .experts.dispatch import SpreadForward
 from .experts.spreading import ExpertParallel
 from .tensor.plans import split_layers
 
@@ -72,7 +72,7 @@ class MeshParallel(Strategy):
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = self._sequences is not None
         self._expert_parallel = ExpertParallel(mesh) if mesh.config.ep_enabled else None
-        self._experts: MutableMapping[nn.Module, Experts] = WeakKeyDictionary()
+        self._experts: MutableMapping[nn.Module, list[SpreadForward]] = WeakKeyDictionary()
 
     def _sequence_axis(self) -> SequenceAxis | None:
         """Return the axis over which sequences are divided, if there is one."""
@@ -148,7 +148,7 @@ class MeshParallel(Strategy):
                 self.mesh.config.tp_plan,
                 tp,
                 sequence_parallel=by_sequence,
-                except_for=self._experts.get(model, {}),
+                except_for=[forward.name for forward in self._experts.get(model, ())],
             )
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
@@ -199,17 +199,16 @@ class MeshParallel(Strategy):
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
         ties = materialising.Ties(model)
-        experts = list(self._experts.get(model, {}).values())
-        if self._expert_parallel is not None:
-            self._expert_parallel.shard(experts, inner)
-        for unit in [*filter(lambda unit: unit not in experts, units), model]:
+        experts = self._experts.get(model, [])
+        apart = set() if self._expert_parallel is None else self._expert_parallel.shard(experts, inner, ignored)
+        for unit in [*_outside(experts, units), model]:
             if fresh:
                 materialising.initialise(unit, self.runtime.device, plugin.param_init_fn)
                 ties.restore(model)
             elif not moves_in_place(self.runtime.device):  # fully_shard would try to
                 unit.to(self.runtime.device)
                 ties.restore(model)
-            ignored_params = set(parameters_in(ignored)) or None  # materialising makes new ones
+            ignored_params = apart.union(parameters_in(ignored)) or None  # materialising makes new ones
             fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_without_backward)
@@ -217,12 +216,12 @@ class MeshParallel(Strategy):
             materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
         self._keep_unsharded(model, parameters_in(ignored))
         if self.mesh.size("dp_replicate") > 1 and not from_first:
-            self._copy_from_first(model, experts)
+            self._copy_from_first(model, parameters_in(forward.module for forward in experts))
         return model
 
-    def _copy_from_first(self, model: nn.Module, experts: list[nn.Module]) -> None:
+    def _copy_from_first(self, model: nn.Module, experts: list[nn.Parameter]) -> None:
         """Give all copies of a model the values of the first one."""
-        apart = set(parameters_in(experts))
+        apart = set(experts)
         shards = [param for param in model.parameters() if mesh_of(param) is not None and param not in apart]
         broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
         if self._expert_parallel is not None:
@@ -343,8 +342,7 @@ class MeshParallel(Strategy):
 
     def expert_counts(self, model: nn.Module) -> dict[str, Tensor]:
         """Return how many tokens each expert got in training since the last call. Collective."""
-        spread: list[Any] = [module.forward for module in self._experts.get(model, {}).values()]
-        return expert_counts(spread, self.runtime.device)
+        return expert_counts(self._experts.get(model, ()), self.runtime.device)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -367,6 +365,12 @@ def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros(())
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
+
+
+def _outside(experts: Iterable[SpreadForward], units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the units that are not experts, nor inside of them."""
+    inside = {module for forward in experts for module in forward.module.modules()}
+    return [unit for unit in units if unit not in inside]
 
 
 def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:

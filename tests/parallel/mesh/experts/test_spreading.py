@@ -229,7 +229,7 @@ def refusals_of(meshes: list[dict[str, Any]]) -> list[str]:
 
 def refusal_of(mesh: ParallelismConfig, device: str = "cpu", **options: Any) -> str:
     """Return what is said when a model is prepared."""
-    with pytest.raises(ValueError, match=r"ep_|sequence_parallel|plan") as refusal, torch.device(device):
+    with pytest.raises(ValueError, match=r"ep_|sequence_parallel|plan|ignored") as refusal, torch.device(device):
         Accelerator(cpu=True, parallelism_config=mesh, **options).prepare(moe.model())
     return str(refusal.value)
 
@@ -247,6 +247,12 @@ def test_weights_must_be_on_every_process() -> None:
     assert "a model on the meta device" in refusal_of(moe.mesh(**SHARDED), "meta")
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
     assert "cpu_ram_efficient_loading=True with ep_size=2" in refusal_of(moe.mesh(**SHARDED), fsdp_plugin=plugin)
+
+
+@ranks(2)
+def test_ignored_experts_are_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=r"blocks\.1")
+    assert "ignored_modules with blocks.1.experts" in refusal_of(moe.mesh(**SHARDED), fsdp_plugin=plugin)
 
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ class SpreadForward:
         self.num_experts = num_experts
         self.exchange = exchange
         self.forward: Callable[..., Tensor] = module.forward
+        self.dtype: torch.dtype | None = None
+        """What parameters are cast to for computing; None where FSDP2 casts them."""
         self.counts: Tensor | None = None
         """Tokens that this process has sent to each expert in training since they were last asked for."""
         self._parameters = list(inspect.signature(module.forward).parameters)[:3]
@@ -102,7 +104,7 @@ class SpreadForward:
         arrived = _Exchanged.apply(tokens[order // choices], *sizes, group, 1 / factor)  # type: ignore[no-untyped-call]
         experts = torch.arange(by_rank.shape[2], device=tokens.device).repeat(ep.size())
         mine = experts.repeat_interleave(by_rank[1].reshape(-1), output_size=len(arrived))
-        with local_parameters(self.module):
+        with local_parameters(self.module, self.dtype):
             if not self._is_checked and len(tokens):
                 self._require_weighted_sum(tokens, weights.dtype)
             results = self._run(arrived, mine)
@@ -188,7 +190,7 @@ def _joined(part: Tensor, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
 
 
 @contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
+def local_parameters(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Give a module the slices that this process holds of its parameters, as plain tensors."""
     held = [
         (owner._parameters, name, param)
@@ -198,7 +200,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     ]
     try:
         for parameters, name, param in held:
-            parameters[name] = local(param)  # type: ignore[assignment]
+            own = local(param)
+            parameters[name] = own if dtype is None else own.to(dtype)  # type: ignore[assignment]
         yield
     finally:
         for parameters, name, param in held:

@@ -8,14 +8,14 @@ of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ....errors import UnsupportedSettingError
@@ -23,7 +23,7 @@ from ....runtime.group.mesh import Mesh
 from ...modules.averaging import broadcast_parameters
 from ...modules.wrapping import parameters_in
 from .dispatch import Exchange, SpreadForward
-from .plans import Experts, experts_of, num_experts_of
+from .plans import experts_of, num_experts_of
 
 
 class ExpertParallel:
@@ -52,20 +52,20 @@ class ExpertParallel:
                 f"Say ep_size={mesh.size('tp')}, or add dp_shard_size.",
             )
 
-    def spread(self, model: nn.Module) -> Experts:
-        """Keep this process's experts of a model, in place; return the modules that hold experts, by name."""
+    def spread(self, model: nn.Module) -> list[SpreadForward]:
+        """Keep this process's experts of a model, in place; return the forward passes of the modules that hold them."""
         if any(param.is_meta for param in model.parameters()):
             raise UnsupportedSettingError(
                 "ep_size > 1 with a model on the meta device",
                 "experts are spread before weights are made.",
                 "Make or load the model on every process.",
             )
-        experts = experts_of(model, self.mesh.config.ep_plan, self.ep.size())
-        for name, module in experts.items():
-            forward = SpreadForward(name, module, num_experts_of(module), self.exchange)
+        spread = []
+        for name, module in experts_of(model, self.mesh.config.ep_plan, self.ep.size()).items():
+            spread.append(SpreadForward(name, module, num_experts_of(module), self.exchange))
             self._keep_own(module)
-            module.forward = forward
-        return experts
+            module.forward = spread[-1]
+        return spread
 
     def _keep_own(self, module: nn.Module) -> None:
         size, rank = self.ep.size(), self.ep.get_local_rank()
@@ -78,16 +78,31 @@ class ExpertParallel:
                     spread = DTensor.from_local(own, self.ep, [Shard(0)], run_check=False)
                     owner._parameters[name] = nn.Parameter(spread, requires_grad=param.requires_grad)
 
-    def shard(self, experts: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-        """Shard experts over the processes that hold the same ones."""
+    def shard(
+        self, spread: Sequence[SpreadForward], options: Mapping[str, Any], ignored: Iterable[nn.Module]
+    ) -> set[nn.Parameter]:
+        """Shard experts over the processes that hold the same ones; return parameters that stay as they are."""
+        whole = set(parameters_in(ignored))
+        for forward in spread:
+            if not whole.isdisjoint(forward.module.parameters()):
+                raise UnsupportedSettingError(
+                    f"ignored_modules with {forward.name}",
+                    "its experts are spread (ep_size), and ignored modules stay whole on every process.",
+                    "Leave it out of ignored_modules, or out of ep_plan.",
+                )
+        policy = options.get("mp_policy")
+        if self.holders.size() == 1 and not isinstance(options["offload_policy"], CPUOffloadPolicy):
+            for forward in spread:  # FSDP2 would only copy them
+                forward.dtype = None if policy is None else policy.param_dtype
+            return set(parameters_in(forward.module for forward in spread))
         own = dict(options)
-        copies = self.holders.size(0) > 1
-        own["mesh"] = self.holders if copies else self.holders["ep_shard"]
+        own["mesh"] = self.holders if self.holders.size(0) > 1 else self.holders["ep_shard"]
         own["reshard_after_forward"] = bool(options["reshard_after_forward"])  # a number is of the dense mesh
-        if "mp_policy" in own:  # the router's weights stay as they are
-            own["mp_policy"] = replace(own["mp_policy"], cast_forward_inputs=False)
-        for module in experts:
-            fully_shard(module, shard_placement_fn=self._placement, **own)
+        if policy is not None:  # the router's weights stay as they are
+            own["mp_policy"] = replace(policy, cast_forward_inputs=False)
+        for forward in spread:
+            fully_shard(forward.module, shard_placement_fn=self._placement, **own)
+        return set()
 
     def _placement(self, param: nn.Parameter) -> Shard:
         """Return the first dimension that the processes with the same experts divide."""
@@ -102,8 +117,7 @@ class ExpertParallel:
             "Choose a larger ep_size.",
         )
 
-    def copy_from_first(self, experts: Sequence[nn.Module], device: torch.device) -> None:
+    def copy_from_first(self, params: Iterable[nn.Parameter], device: torch.device) -> None:
         """Give experts that several processes copy the values of the first of them."""
         if self.holders.size(0) > 1:
-            group = self.holders["ep_replicate"].get_group()
-            broadcast_parameters(parameters_in(experts), group, device)
+            broadcast_parameters(params, self.holders["ep_replicate"].get_group(), device)
