@@ -79,12 +79,6 @@ def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
             "experts are spread over the processes that share a whole model.",
             "Use dp_shard_size, tp_size or cp_size instead of pp_size.",
         )
-    if parallelism.ep_enabled and parallelism.sp_enabled:
-        raise UnsupportedSettingError(
-            f"ep_size={parallelism.ep_size} with sp_size={parallelism.sp_size}",
-            "nobody has compared experts under Ulysses with one process.",
-            "Use cp_size to divide sequences.",
-        )
     parallelism.fitted(runtime.num_processes)
 
 

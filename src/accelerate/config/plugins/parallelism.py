@@ -219,7 +219,7 @@ class ParallelismConfig:
     plan that the model carries is taken."""
     ep_size: int | None = None
     """Processes that hold all experts of a module between them: expert parallelism. It adds no processes: it divides
-    `dp_shard_size` x `cp_size` x `tp_size`, or `dp_replicate_size` where these are 1."""
+    `dp_shard_size` x `cp_size` x `sp_size` x `tp_size`, or `dp_replicate_size` where these are 1."""
     ep_plan: Mapping[str, str] | None = None
     """Module name patterns -> "experts": `{"layers.*.mlp.experts": "experts"}`. Without one the plan that the model
     carries is taken, as models of transformers do."""

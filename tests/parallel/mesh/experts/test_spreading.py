@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import Accelerator
+from accelerate.parallel import registry
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchTensorParallelConfig
 from tests.ranks import ranks, run_on_ranks
@@ -31,6 +32,9 @@ WAYS: list[Any] = [
     at_night(4, {"dp_shard_size": 2, "cp_size": 2, "ep_size": 4}),
     at_night(4, {"dp_shard_size": 2, "cp_size": 2, "ep_size": 2}),
     at_night(4, {"cp_size": 2, "tp_size": 2, "ep_size": 4}),
+    (2, {"sp_size": 2, "ep_size": 2}),
+    at_night(4, {"dp_shard_size": 2, "sp_size": 2, "ep_size": 2}),
+    at_night(8, {"dp_shard_size": 2, "sp_size": 2, "tp_size": 2, "ep_size": 8}),
     (8, {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2, "ep_size": 4}),
     at_night(8, {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2, "ep_size": 8}),
     at_night(8, {"dp_shard_size": 8, "ep_size": 8}),
@@ -60,7 +64,10 @@ def test_a_process_may_get_no_tokens(world_size: int, sizes: dict[str, int]) -> 
         assert max(worst.values()) < 1e-5, worst
 
 
-@pytest.mark.parametrize("fields", [{}, at_night({"activation_checkpointing": True}), at_night({"cpu_offload": True})])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, at_night({"activation_checkpointing": True}), at_night({"cpu_offload": True, "reshard_after_forward": False})],
+)
 def test_gradients_accumulate_by_every_setting_of_fsdp(fields: dict[str, Any]) -> None:
     sizes = {"dp_shard_size": 4, "ep_size": 2}
     plugin = FullyShardedDataParallelPlugin(**fields)
@@ -253,6 +260,12 @@ def test_weights_must_be_on_every_process() -> None:
 def test_ignored_experts_are_refused() -> None:
     plugin = FullyShardedDataParallelPlugin(ignored_modules=r"blocks\.1")
     assert "ignored_modules with blocks.1.experts" in refusal_of(moe.mesh(**SHARDED), fsdp_plugin=plugin)
+
+
+def test_deepspeed_lays_out_its_processes_itself() -> None:
+    runtime: Any = None
+    with pytest.raises(ValueError, match=r"the axes dp_shard, ep and DeepSpeed"):
+        registry._engines_of(runtime, {}, None, moe.mesh(**SHARDED))
 
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
