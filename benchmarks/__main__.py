@@ -38,6 +38,7 @@ SUBJECTS = {
     "log": ("ours",),
     "deepspeed": ("ours",),
     "experts": ("ours",),
+    "sequences": ("ours",),
     "watch": ("ours",),
     "xla": ("ours",),
 }

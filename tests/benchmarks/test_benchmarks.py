@@ -59,6 +59,7 @@ def results() -> Results:
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
         ("log", GENEROUS),
+        ("sequences", GENEROUS_FOR_TWO_PROCESSES),
     ],
 )
 def test_a_subject_is_measured(subject: str, bound: float) -> None:

@@ -17,33 +17,48 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the parts of all processes; the gradient of a part is the sum over all processes."""
+    """Join the parts of all processes in the order of the sequence, which is the first dimension, before the batch.
+
+    The gradient of a part is the sum over all processes. Orders are inverted, not their gathering: adding up is slow.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, sizes: tuple[int, ...], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
+    def forward(ctx: Any, part: Tensor, sharding: Sharding, group: Any) -> Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        sizes = sharding.sizes
         longest = max(sizes)
         missing = longest - len(part)
         padded = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part.contiguous()
         parts = part.new_empty(len(sizes) * longest, *part.shape[1:])
         all_gather_single(parts, padded, group=group)
-        if min(sizes) == longest:
-            return parts
-        return torch.cat([one[:size] for one, size in zip(parts.chunk(len(sizes)), sizes, strict=True)])
+        if min(sizes) < longest:
+            parts = torch.cat([one[:size] for one, size in zip(parts.chunk(len(sizes)), sizes, strict=True)])
+        return _reordered(parts, sharding, sharding.inverse)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Sum the gradients of this process's part."""
-        gradient, sizes = gradients[0].contiguous(), ctx.sizes
+        sharding: Sharding = ctx.sharding
+        sizes = sharding.sizes
         longest = max(sizes)
+        gradient = _reordered(gradients[0], sharding, sharding.order).contiguous()
         if min(sizes) < longest:
             padded = gradient.new_zeros(len(sizes), longest, *gradient.shape[1:])
-            for one, part in zip(padded, torch.split(gradient, sizes), strict=True):
+            for one, part in zip(padded, torch.split(gradient, list(sizes)), strict=True):
                 one[: len(part)] = part
             gradient = padded.flatten(0, 1)
         own = gradient.new_empty(longest, *gradient.shape[1:])
         _reduce_scatter(own, gradient, group=ctx.group)
-        return own[: sizes[dist.get_rank(ctx.group)]], None, None
+        return own[: sharding.own_length], None, None
+
+
+def _reordered(tensor: Tensor, sharding: Sharding, positions: Tensor) -> Tensor:
+    """Select positions of a tensor whose first dimensions are the sequence and the batch."""
+    if sharding.is_in_order:
+        return tensor
+    if len(positions) == 1:
+        return tensor.index_select(0, positions[0].to(tensor.device))
+    return select(tensor.transpose(0, 1), 1, positions).transpose(0, 1)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -69,10 +84,10 @@ def _all_to_all(tensor: Tensor, sent: Sequence[int], received: Sequence[int], gr
 def gathered(tensor: Tensor, dim: int, sharding: Sharding, group: Any) -> Tensor:
     """Return the whole of a sharded tensor in the order of the sequence; its first dimension is the batch."""
     small = tensor.dtype == torch.bool
-    part = (tensor.to(torch.uint8) if small else tensor).movedim(dim, 0)
-    whole: Tensor = _Gather.apply(part, sharding.sizes, group).movedim(0, dim)  # type: ignore[no-untyped-call]
-    if not sharding.is_in_order:
-        whole = select(whole, dim, sharding.inverse)
+    part = tensor.to(torch.uint8) if small else tensor
+    if len(part) < len(sharding.order):  # one for all sequences, which are divided each for itself
+        part = part.expand(len(sharding.order), *part.shape[1:])
+    whole: Tensor = _Gather.apply(part.movedim(dim, 0), sharding, group).movedim(0, dim)  # type: ignore[no-untyped-call]
     return whole.to(torch.bool) if small else whole
 
 
@@ -93,7 +108,7 @@ def repeats_for(query_heads: int, key_heads: int, size: int) -> int:
 def to_heads(
     query: Tensor, key: Tensor, value: Tensor, sharding: Sharding, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange some positions of all heads for all positions of some heads, by one collective."""
+    """Exchange some positions of all heads for all positions of some heads, by one collective; parts are in order."""
     size = len(sharding.sizes)
     repeats = repeats_for(query.shape[1], key.shape[1], size)
     if repeats > 1:
@@ -103,8 +118,6 @@ def to_heads(
     packed = torch.cat([heads.flatten(3) for heads in grouped], dim=-1)
     sent = [sharding.own_length] * size
     whole = _AllToAll.apply(packed.flatten(0, 1), sent, sharding.sizes, group)  # type: ignore[no-untyped-call]
-    if not sharding.is_in_order:
-        whole = select(whole.transpose(0, 1), 1, sharding.inverse).transpose(0, 1)
     shapes = [tuple(heads.shape[3:]) for heads in grouped]
     parts = whole.split([math.prod(shape) for shape in shapes], dim=-1)
     q, k, v = (part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True))
@@ -116,8 +129,6 @@ def from_heads(output: Tensor, sharding: Sharding, group: Any) -> Tensor:
     size = len(sharding.sizes)
     heads = output.shape[1]
     whole = output.permute(2, 0, 1, 3).flatten(2)
-    if not sharding.is_in_order:
-        whole = select(whole.transpose(0, 1), 1, sharding.order).transpose(0, 1)
     received = [sharding.own_length] * size
     parts = _AllToAll.apply(whole, sharding.sizes, received, group)  # type: ignore[no-untyped-call]
     # [processes * positions, batch, heads of a process * width] -> [batch, heads, positions, width]
