@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .parallel.modules.dtensors import any_dtensor
+
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -20,9 +22,11 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps must be 1 or more, not {local_sgd_steps}.")
-        if enabled and accelerator.use_distributed and not accelerator.strategy.capabilities.defers_sync:
+        has_copies = accelerator.strategy.capabilities.defers_sync and not any_dtensor(model.parameters())
+        if enabled and accelerator.use_distributed and not has_copies:
             raise ValueError(
-                f"LocalSGD needs whole copies of the model on every process; {accelerator.distributed_type} has none."
+                f"LocalSGD needs whole copies of the model on every process; {accelerator.distributed_type} has none, "
+                "or the model is sharded."
             )
         self.accelerator = accelerator
         self.model = model

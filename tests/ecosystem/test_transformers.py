@@ -111,6 +111,22 @@ def test_experts_train_by_their_own_plans_as_on_one_process(tmp_path: Path) -> N
         assert max(off_by.values()) < 1e-5, (way, off_by)
 
 
+@pytest.mark.parametrize("world_size", [2, at_night(4)])
+def test_models_that_transformers_has_spread_train_as_they_are_or_are_refused(world_size: int, tmp_path: Path) -> None:
+    architectures = ["Qwen3"] if PROFILE == "gate" else ["Qwen3", "Gemma3", "Qwen3Moe", "DeepseekV3", "Mixtral"]
+    scenarios = str(REPOSITORY / "tests" / "ecosystem" / "scenarios")
+    found = run_scenario(
+        "loaded_spread", *architectures, world_size=world_size, directory=tmp_path, PYTHONPATH=scenarios
+    )
+    used = {2: {"tp under tp", "fsdp under none", "fsdp under fsdp"}, 4: {"fsdp x tp under fsdp x tp"}}[world_size]
+    for way, outcome in found.items():
+        if way.partition(": ")[2] in used:
+            assert max(outcome.values()) < 1e-5, (way, outcome)
+        elif way != "scenario":
+            assert "was spread before prepare()" in outcome, (way, outcome)
+            assert "ParallelismConfig(" in outcome, (way, outcome)
+
+
 def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
     found = run_scenario("estimates", world_size=1, directory=tmp_path)
     data = found["of_the_folder"]

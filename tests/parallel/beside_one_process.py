@@ -13,9 +13,14 @@ from accelerate import Accelerator
 from .small_transformer import LENGTH, VOCABULARY, loss_of
 
 
-def off_by(accelerator: Accelerator, model: nn.Module, steps: int = 3, **options: Any) -> dict[str, float]:
-    """Return the largest differences in losses, gradients, norms and parameters over some steps."""
-    alone = copy.deepcopy(model)
+def off_by(
+    accelerator: Accelerator, model: nn.Module, steps: int = 3, alone: nn.Module | None = None, **options: Any
+) -> dict[str, float]:
+    """Return the largest differences in losses, gradients, norms and parameters over some steps.
+
+    A model that is spread already cannot be copied: give a plain one like it as `alone`.
+    """
+    alone = copy.deepcopy(model) if alone is None else alone
     by_itself = torch.optim.SGD(alone.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     worst = dict.fromkeys(("loss", "gradients", "norm", "parameters"), 0.0)
@@ -48,7 +53,7 @@ def one_step(
             loss = accelerator.forward_backward(model, own[:, :-1], target=own[:, 1:], loss_fn=loss_of)
         losses.append(difference(accelerator.reduce(loss.detach(), "mean"), wanted))
     expected = dict(alone.named_parameters(remove_duplicate=False))
-    own_params = dict(model.named_parameters(remove_duplicate=False))
+    own_params = {name.removeprefix("module."): p for name, p in model.named_parameters(remove_duplicate=False)}
     gradients = [difference(param.grad, expected[name].grad) for name, param in own_params.items()]
     norm = torch.nn.utils.clip_grad_norm_([p for p in alone.parameters() if p.grad is not None], 1.0)
     norms = difference(torch.as_tensor(accelerator.clip_grad_norm_(model.parameters(), 1.0)), norm)

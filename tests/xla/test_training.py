@@ -150,3 +150,5 @@ def test_what_a_mesh_of_xla_devices_does_not_have_is_refused_by_name(spmd: dict[
     assert "tp_size on XLA" in refused["tp"]
     assert "the run has 4" in refused["sizes"]
     assert "FullyShardedDataParallelPlugin(cpu_offload=...) on XLA" in refused["offload"]
+    assert "is in DataParallel" in refused["wrapped"]
+    assert "asks for the SPMD mesh (dp_replicate=1, fsdp=4) of XLA devices" in refused["wrapped"]

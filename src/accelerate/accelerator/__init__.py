@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..config.enums import DynamoBackend, RNGType
+from ..config.enums import DynamoBackend, FP8BackendType, RNGType
 from ..config.environment import TRACE_FOLDER, read, read_setting
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
@@ -406,8 +406,12 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         evaluation: bool = False,
     ) -> Bundle:
         refuse_offloaded_weights([*self._models, *models], optimizers)
+        layouts = []
         for model in models:
             self.verify_device_map(model)
+            layouts.append(self.strategy.admit(model, evaluation=evaluation))
+            if self.precision.fp8_backend != FP8BackendType.NO:
+                layouts[-1].require_plain("mixed_precision='fp8'")
             self.precision.convert(model, convert_model_to_fp8_ao)
             self.precision.wrap_forward(model)
         bundle = self.strategy.prepare(
@@ -423,8 +427,8 @@ class Accelerator(CheckpointMethods, TrackingMethods):
                 accumulation_steps=self.gradient_accumulation_steps,
                 split_batches=self.split_batches,
                 place_models=[
-                    self._placement(place) and not hasattr(model, "hf_device_map")
-                    for model, place in zip(models, placements, strict=True)
+                    self._placement(place) and not hasattr(model, "hf_device_map") and not layout.stays
+                    for model, place, layout in zip(models, placements, layouts, strict=True)
                 ],
                 evaluation=evaluation,
             )

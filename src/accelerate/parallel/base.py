@@ -18,6 +18,7 @@ from ..runtime.collectives.nested import recursively_apply
 from ..runtime.group.runtime import Runtime
 from ..runtime.modules import owner_of
 from .modules.dtensors import local
+from .modules.spread import Layout, Ranks, layout_of, refuse, warn_of_splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,33 @@ class Strategy(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _successors=WeakIdKeyDictionary(), _optimizers=WeakSet())
+
+    def admit(self, model: nn.Module, *, evaluation: bool = False) -> Layout:
+        """Refuse a model that is already spread in another way than here; see [Note: already spread] in spread.py.
+
+        A model for evaluation is used as it is; if its layers are split over processes that see different samples, a
+        warning says so.
+        """
+        layout = layout_of(model)
+        if evaluation:
+            warn_of_splits(layout, model, self.split_ranks)
+        elif layout.by and not self.fits(layout, model):
+            refuse(layout, model, self.asks_for, self.runtime.process_index)
+        return layout
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return whether a model that is already spread can be trained as it is."""
+        return False
+
+    @property
+    def asks_for(self) -> str:
+        """How this strategy spreads a model, in words."""
+        return "a plain model"
+
+    @property
+    def split_ranks(self) -> Ranks:
+        """The ranks over which layers are split, which see the same samples; empty if none are."""
+        return ()
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place and wrap the models, then bind the optimizers to their new parameters."""

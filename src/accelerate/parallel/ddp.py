@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.plugins.handlers import DistributedDataParallelKwargs
+from ..config.plugins.parallelism import AXES, ParallelismConfig
+from ..config.plugins.sharding import FullyShardedDataParallelPlugin
 from ..runtime.devices.device import ddp_device_ids
 from ..runtime.group.runtime import Runtime
 from .base import Capabilities, Strategy
 from .modules.averaging import average_gradients
-from .modules.dtensors import require_plain
+from .modules.spread import DDP, FULLY_SHARD, REPLICATE, Layout, layout_of, rows_in_order
+
+if TYPE_CHECKING:
+    from .mesh.sharded import MeshParallel
+
+
+logger = logging.getLogger(__name__)
 
 
 class DataParallel(Strategy):
-    """Train replicas that stay equal because every process applies the same averaged gradients."""
+    """Train replicas that stay equal because every process applies the same averaged gradients.
+
+    A model that the user has wrapped in DDP, or sharded over all processes by `fully_shard`, is used as it is: its
+    gradients are averaged over the same processes. Sharded models are left to `MeshParallel`.
+    """
 
     capabilities = Capabilities(defers_sync=True)
 
@@ -29,12 +43,39 @@ class DataParallel(Strategy):
         self.handler = handler
         # Models with `static_graph` whose graph DDP has not recorded yet.
         self._awaiting_static_graph: WeakSet[nn.Module] = WeakSet()
+        # Models that came sharded -> the strategy that trains them.
+        self._sharded: MutableMapping[nn.Module, MeshParallel] = WeakKeyDictionary()
+        # Models that came with `replicate`.
+        self._replicated: WeakSet[nn.Module] = WeakSet()
+
+    # --- prepare ----------------------------------------------------------------------------------------------------
+
+    @property
+    def asks_for(self) -> str:
+        """How this strategy spreads a model, in words."""
+        return f"a copy of the model on each of {self.runtime.num_processes} processes (DDP over all ranks)"
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return whether the gradients of a model are averaged over all processes already, or it has none."""
+        if layout.oddity or layout.splits:
+            return False
+        if layout.by in (DDP, REPLICATE):
+            return set(layout.copies) == set(range(self.runtime.num_processes))
+        if layout.by == FULLY_SHARD:
+            sizes = max(len(layout.copies), 1), max(len(layout.shards), 1)
+            rows = rows_in_order(self.runtime.process_index, *sizes)
+            return math.prod(sizes) == self.runtime.num_processes and rows == (layout.copies, layout.shards)
+        return not any(param.requires_grad for param in model.parameters())
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap a model in DDP, unless no parameter requires gradients."""
+        """Wrap a model in DDP, unless no parameter requires gradients or they are averaged already."""
+        layout = layout_of(model)
+        if layout.by == FULLY_SHARD:
+            return self._keep_sharded(model, layout)
         if not any(param.requires_grad for param in model.parameters()):
             return model
-        require_plain(model)
+        if layout.by:
+            return self._keep_wrapped(model, layout)
         options = self.handler.to_kwargs() if self.handler is not None else {}
         device_ids = ddp_device_ids(self.runtime.device)
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
@@ -43,6 +84,31 @@ class DataParallel(Strategy):
         if wrapped.static_graph:
             self._await_first_forward(wrapped)
         return wrapped
+
+    def _keep_wrapped(self, model: nn.Module, layout: Layout) -> nn.Module:
+        if self.handler is not None and self.runtime.is_main_process:
+            logger.warning("DistributedDataParallelKwargs has no effect: the model came in %s already.", layout.by)
+        if layout.by == REPLICATE:
+            self._replicated.add(model)
+        if getattr(model, "static_graph", False):
+            self._await_first_forward(model)
+        return model
+
+    def _keep_sharded(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """Train a model in the shards that it has; the mesh is that of its own `fully_shard` calls."""
+        from ..runtime.group.mesh import Mesh
+        from .mesh.sharded import MeshParallel
+
+        sizes = {f"{axis}_size": 1 for axis in (*AXES, "ep")}
+        sizes |= {"dp_replicate_size": max(len(layout.copies), 1), "dp_shard_size": max(len(layout.shards), 1)}
+        mesh = Mesh.of(ParallelismConfig(**sizes), self.runtime)  # type: ignore[arg-type]
+        self._sharded[model] = MeshParallel(self.runtime, mesh, FullyShardedDataParallelPlugin())
+        return self._sharded[model].wrap(model)
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._rebind(optimizer)
+        for strategy in self._sharded.values():
+            strategy._rebind(optimizer)
 
     def _await_first_forward(self, model: nn.Module) -> None:
         self._awaiting_static_graph.add(model)
@@ -54,22 +120,58 @@ class DataParallel(Strategy):
 
         hook = model.register_forward_hook(note)
 
+    # --- the step ---------------------------------------------------------------------------------------------------
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Skip gradient reduction inside the context.
 
         With `static_graph` the first backward pass is still reduced, because DDP records the graph in it. That does not
         change the result: see [Note: averaging twice] in `averaging.py`.
         """
-        if not isinstance(model, DistributedDataParallel) or model in self._awaiting_static_graph:
+        if model in self._sharded:
+            return self._sharded[model].no_sync(model)
+        if model in self._awaiting_static_graph:
             return nullcontext()
-        return model.no_sync()
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return _not_synchronising(model) if model in self._replicated else nullcontext()
 
     def resume_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Average gradients at the end of the context, although the forward pass ran in `no_sync`.
 
         DDP's reducer must know before the backward pass which parameters the forward pass used, so it cannot do this.
         """
-        return _averaging_on_exit(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        if model in self._sharded:
+            return self._sharded[model].resume_sync(model)
+        averages = isinstance(model, DistributedDataParallel) or model in self._replicated
+        return _averaging_on_exit(model) if averages else nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients by their norm, over all shards if there are any; return the norm before clipping."""
+        for strategy in self._sharded.values():
+            return strategy.clip_grad_norm(self.current(parameters), max_norm, norm_type)
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def saves_shards(self) -> bool:
+        """Return whether checkpoints hold shards, because a model came sharded."""
+        return bool(self._sharded)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict of a model; of a sharded one, only the main process gets it."""
+        strategy = self._sharded.get(model)
+        return super().full_state_dict(model) if strategy is None else strategy.full_state_dict(model)
+
+
+@contextmanager
+def _not_synchronising(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 @contextmanager

@@ -5,12 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from .base import Capabilities, Strategy
+from .modules.spread import Layout
 
 
 class SingleProcess(Strategy):
     """Train on this process alone."""
 
     capabilities = Capabilities()
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return True: with one process there is nothing to cut or to average."""
+        return True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""

@@ -399,3 +399,30 @@ def test_checkpoints_hold_every_model(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path / "saved")
     assert [step(), step()] == pytest.approx(losses, abs=1e-6)
     assert (tmp_path / "saved" / "pytorch_model_1").is_dir()
+
+
+@ranks(2)
+def test_a_model_that_was_spread_before_is_refused_by_both_layouts() -> None:
+    from ..spread_models import KINDS
+
+    for kind in ("fully_shard", "parallelize_module", "DDP", "replicate", "cpu_offload"):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
+        net = KINDS[kind](model())
+        with pytest.raises(ValueError, match=r"spread before .* asks for DeepSpeed's own layout .*2 processes \(ZeRO"):
+            accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+
+
+@ranks(2)
+def test_an_engine_of_deepspeed_and_its_partitions_are_refused_without_a_plugin() -> None:
+    import deepspeed
+
+    Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(3)))
+    own = {**config(3), "train_batch_size": 2}
+    with deepspeed.zero.Init(config_dict_or_path=own):
+        partitioned = model()
+    engine, *_ = deepspeed.initialize(model=model(), config={**own, "zero_optimization": {"stage": 0}})
+    plain = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"partitions of deepspeed.zero.Init .*deepspeed_plugin"):
+        plain.prepare(partitioned)
+    with pytest.raises(ValueError, match=r"is in DeepSpeedEngine .*deepspeed_plugin"):
+        plain.prepare(engine)

@@ -74,6 +74,13 @@ def refused() -> dict[str, str]:
             Accelerator(**settings)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    wrapped = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    wrapped.device_ids = [0, 1]
+    try:
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(wrapped)
+    except ValueError as error:
+        found["wrapped"] = str(error)
     return found
 
 

@@ -29,6 +29,7 @@ from ...errors import UnsupportedSettingError
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..base import Bundle, Capabilities, EngineState, Strategy, params_of
+from ..modules.spread import ZERO_INIT, Layout
 from .engine import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler, EngineOptimizer, engines_of_loss
 from .filling import complete_config
 
@@ -67,6 +68,15 @@ class DeepSpeedEngines(Strategy):
         return [engine for _, engine in alive]
 
     # --- prepare ----------------------------------------------------------------------------------------------------
+
+    @property
+    def asks_for(self) -> str:
+        """How this strategy spreads a model, in words."""
+        return f"DeepSpeed's own layout of {self.num_data_ranks} processes (ZeRO stage {self.plugin.zero_stage})"
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return whether DeepSpeed has partitioned the parameters itself."""
+        return layout.by == ZERO_INIT
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model without an optimizer in an engine under ZeRO-3; return it unchanged otherwise."""

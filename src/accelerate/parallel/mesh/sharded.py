@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +25,9 @@ from ...runtime.group.runtime import Runtime
 from ..base import Capabilities, Steps, Strategy, params_of
 from ..modules import materialising
 from ..modules.averaging import UnshardedParameters, broadcast_parameters
-from ..modules.dtensors import distribute_like, gathered, mesh_of, require_plain, whole
+from ..modules.dtensors import distribute_like, gathered, mesh_of, whole
 from ..modules.means import divisors_of
+from ..modules.spread import DTENSORS, FULLY_SHARD, Layout, Ranks, fsdp_modules, layout_of, rows_of, sharding_ranks
 from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
 from .context.positions import PositionCheck
@@ -33,7 +35,10 @@ from .context.sequences import SequenceAxis
 from .experts.balance import expert_counts
 from .experts.dispatch import SpreadForward
 from .experts.spreading import ExpertParallel
-from .tensor.plans import split_layers
+from .tensor.plans import complete_gradients_of_split, split_layers
+from .tensor.transformers_styles import sum_each_gradient_once
+
+logger = logging.getLogger(__name__)
 
 _MAX_DIVISORS = 4
 
@@ -68,6 +73,8 @@ class MeshParallel(Strategy):
             )
         self.capabilities = Capabilities(defers_sync=shards)
         self._unsharded: MutableMapping[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+        # The sharded modules of models that came sharded only in parts.
+        self._parts: MutableMapping[nn.Module, list[FSDPModule]] = WeakKeyDictionary()
         self._sequences = self._sequence_axis()
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
         self._compares_means = self._sequences is not None
@@ -116,6 +123,38 @@ class MeshParallel(Strategy):
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 
+    @property
+    def asks_for(self) -> str:
+        """How this strategy spreads a model, in words."""
+        config = self.mesh.config
+        axes = [*config.active_mesh_dims, *(["ep"] if config.ep_enabled else [])]
+        return f"the mesh ({', '.join(f'{axis}={config.size(axis)}' for axis in axes)})"
+
+    @property
+    def split_ranks(self) -> Ranks:
+        """The ranks over which layers are split."""
+        return next(iter(rows_of(self.mesh.axis("tp"))), ()) if self.mesh.size("tp") > 1 else ()
+
+    def admit(self, model: nn.Module, *, evaluation: bool = False) -> Layout:
+        """Refuse a model that is spread in another way; the Trainer of transformers trains one for evaluation."""
+        layout = super().admit(model, evaluation=evaluation)
+        if evaluation and layout.splits and self.split_ranks:
+            sum_each_gradient_once(model, self.mesh.axis("tp"))
+        return layout
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return whether a model is sharded, or at least split, over the ranks of this mesh."""
+        if layout.oddity or self.mesh.config.ep_enabled or layout.splits != {self.split_ranks} - {()}:
+            return False
+        if layout.by == DTENSORS:
+            return bool(layout.splits)
+        sharding = self.mesh.sharding
+        return (
+            layout.by == FULLY_SHARD
+            and sharding is not None
+            and (layout.copies, layout.shards) == sharding_ranks(sharding)
+        )
+
     def _place(self, model: nn.Module) -> None:
         """Leave a model in place if it is sharded: its units are moved one by one."""
         if self.mesh.sharding is None:
@@ -135,12 +174,14 @@ class MeshParallel(Strategy):
     def _parallelize(self, model: nn.Module, steps: Steps) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))
         tp = self.mesh.axis("tp") if self.mesh.size("tp") > 1 else None
-        require_plain(model, tp)
+        layout = layout_of(model)
         if self._sequences is not None:
             self._sequences.require(model)
         if self._expert_parallel is not None:
             self._experts[model] = self._expert_parallel.spread(model)
-        if tp is not None:
+        if tp is not None and layout.by:
+            complete_gradients_of_split(model, tp)
+        elif tp is not None:
             handler = self.mesh.config.tp_handler
             by_sequence = handler is not None and handler.sequence_parallel
             split_layers(
@@ -152,10 +193,25 @@ class MeshParallel(Strategy):
             )
         if self.plugin.activation_checkpointing:
             model = steps.recompute(model)
-        if self.mesh.sharding is not None:
+        if layout.by == FULLY_SHARD:
+            self._keep_sharded(model, layout)
+        elif self.mesh.sharding is not None:
             model = steps.shard(model)
         self._record_successors(before, model)
         return model
+
+    def _keep_sharded(self, model: nn.Module, layout: Layout) -> None:
+        """Use a model in the shards that it has; average the gradients of parameters outside of them."""
+        if self.runtime.is_main_process:
+            logger.info(
+                "%s is sharded already, over the ranks that this mesh shards over, and is used as it is. Its units, "
+                "precision and offload are those of its fully_shard() calls, not those of the plugin.",
+                type(model).__name__,
+            )
+        self._keep_unsharded(model, list(layout.whole))
+        self._copy_from_first(model, [])
+        if not isinstance(model, FSDPModule):
+            self._parts[model] = [cast(FSDPModule, part) for part in fsdp_modules(model)]
 
     def _record_successors(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
         """Record which parameters were replaced by new ones."""
@@ -215,12 +271,14 @@ class MeshParallel(Strategy):
         if from_first:
             materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
         self._keep_unsharded(model, parameters_in(ignored))
-        if self.mesh.size("dp_replicate") > 1 and not from_first:
+        if not from_first:
             self._copy_from_first(model, parameters_in(forward.module for forward in experts))
         return model
 
     def _copy_from_first(self, model: nn.Module, experts: list[nn.Parameter]) -> None:
         """Give all copies of a model the values of the first one."""
+        if self.mesh.size("dp_replicate") == 1:
+            return
         apart = set(experts)
         shards = [param for param in model.parameters() if mesh_of(param) is not None and param not in apart]
         broadcast_parameters(shards, self.mesh.axis("dp_replicate").get_group(), self.runtime.device)
@@ -277,16 +335,16 @@ class MeshParallel(Strategy):
 
     @contextmanager
     def _gradient_sync(self, model: nn.Module, synchronises: bool) -> Iterator[None]:
-        if not isinstance(model, FSDPModule):
-            yield
-            return
+        parts = [model] if isinstance(model, FSDPModule) else self._parts.get(model, ())
         unsharded = self._unsharded.get(model)
-        model.set_requires_gradient_sync(synchronises)
+        for part in parts:
+            part.set_requires_gradient_sync(synchronises)
         try:
             with nullcontext() if unsharded is None else unsharded.averaging(synchronises):
                 yield
         finally:
-            model.set_requires_gradient_sync(True)
+            for part in parts:
+                part.set_requires_gradient_sync(True)
 
     def split_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor] | None

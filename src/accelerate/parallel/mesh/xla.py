@@ -55,6 +55,13 @@ class XlaDevices(Strategy):
         """Attributes of `AcceleratorState`."""
         return {"fsdp_plugin": self.plugin} if self.shards else {}
 
+    @property
+    def asks_for(self) -> str:
+        """How this strategy spreads a model, in words."""
+        axes = dict(zip(self.spmd_mesh.axis_names, self.spmd_mesh.mesh_shape, strict=True)) if self.spmd_mesh else {}
+        named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        return f"the SPMD mesh ({named}) of XLA devices" if axes else "a plain model on each XLA device"
+
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place the models, and let every optimizer's step end a graph."""
         prepared = super().prepare(bundle)

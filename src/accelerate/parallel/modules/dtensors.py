@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...runtime.collectives.operations import mesh_of, whole
 
-__all__ = ["any_dtensor", "distribute_like", "dtensor_like", "gathered", "local", "mesh_of", "require_plain", "whole"]
+__all__ = ["any_dtensor", "distribute_like", "dtensor_like", "gathered", "local", "mesh_of", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,28 +21,6 @@ def local(tensor: Tensor) -> Tensor:
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Return whether any of these is a DTensor."""
     return any(mesh_of(tensor) is not None for tensor in tensors)
-
-
-def require_plain(model: nn.Module, tp: Any = None) -> None:
-    """Refuse a model that is already sharded; layers split over the axis `tp` are accepted."""
-    kind = type(model).__name__
-    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
-        raise ValueError(
-            f"The {kind} is sharded already: fully_shard() was called on it, and prepare() shards models itself. "
-            "Give prepare() the plain model, and Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) the "
-            "settings."
-        )
-    for name, param in model.named_parameters():
-        mesh = mesh_of(param)
-        if mesh is None:
-            continue
-        if tp is None or mesh.size() != tp.size():
-            raise ValueError(
-                f"The {kind} was split before prepare(): {name} is spread over {mesh.size()} processes, and this "
-                f"Accelerator has {'no tp axis' if tp is None else f'tp_size={tp.size()}'}. Say "
-                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}, ...)), or give prepare() the "
-                "plain model."
-            )
 
 
 def gathered(state: Mapping[Any, Any]) -> dict[Any, Any]:

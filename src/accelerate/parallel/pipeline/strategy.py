@@ -24,6 +24,7 @@ from ..base import Batch, Shares
 from ..mesh.sharded import MeshParallel, norm_of
 from ..modules import materialising
 from ..modules.dtensors import whole
+from ..modules.spread import Layout
 from ..modules.wrapping import units_of
 from .cutting import Partition, blocks_of, parameters_of_other_stages, partition_model, stage_starts
 from .schedules import Pipeline, pipeline_of
@@ -64,6 +65,10 @@ class PipelineParallel(MeshParallel):
         self._other_stage_parameters: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
     # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def fits(self, layout: Layout, model: nn.Module) -> bool:
+        """Return False: stages are cut out of plain models."""
+        return False
 
     def _place(self, model: nn.Module) -> None:
         """Defer the move: a rank moves only its own stages, which are known once the model is partitioned."""

@@ -40,7 +40,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
+from ....errors import UnsupportedSettingError
 from ....runtime.collectives.nested import leaves
+from ...modules.spread import rows_of
 from ...modules.unwrapping import own_name
 
 logger = logging.getLogger(__name__)
@@ -63,19 +65,29 @@ class Completing:
     outputs: Sequence[nn.Module] = ()
 
 
-def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh, completing: Completing) -> None:
-    """Trace the first forward passes in training, and sum partial gradients over the mesh from then on."""
-    names = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+def sum_partial_gradients(
+    model: nn.Module, mesh: DeviceMesh, completing: Completing, *, came_split: bool = False
+) -> None:
+    """Trace the first forward passes in training, and sum partial gradients over the mesh from then on.
+
+    A model that came split may be sharded too; there, a partial gradient with a hook is refused, which may sum it.
+    """
+    names = [
+        name
+        for name, param in model.named_parameters()
+        if not isinstance(param, DTensor) or (came_split and not rows_of(mesh) <= rows_of(param.device_mesh))
+    ]
     if names:
-        _ForwardTracker(model, _Dataflow(model, names, mesh), completing)
+        _ForwardTracker(model, _Dataflow(model, names, mesh), completing, came_split)
 
 
 class _ForwardTracker:
     """Hooks that trace forward passes until every trained parameter was used."""
 
-    def __init__(self, model: nn.Module, flow: _Dataflow, completing: Completing) -> None:
+    def __init__(self, model: nn.Module, flow: _Dataflow, completing: Completing, came_split: bool) -> None:
         self.flow = flow
         self.completing = completing
+        self.came_split = came_split
         self.inside: list[nn.Module] = []
         self.summed = 0
         self.has_warned = False
@@ -125,6 +137,16 @@ class _ForwardTracker:
         finally:
             self.context.__exit__(None, None, None)
 
+    def _require_no_hook(self, param: Any, bit: int) -> None:
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            name = next(name for name, own in self.flow.bits.items() if own == bit)
+            raise UnsupportedSettingError(
+                f"a gradient hook on {name} of a model that was split before prepare()",
+                "the parameter computes on split activations, so its gradient is summed over the tp axis, and the hook "
+                "may sum it too.",
+                "Remove the hook, or register it after the first forward pass.",
+            )
+
     def _apply_findings(self, output: Any) -> None:
         flow = self.flow
         flow.require_whole(output)
@@ -132,7 +154,9 @@ class _ForwardTracker:
         partial = flow.partial & ~flow.whole
         for bit, param in flow.parameters.items():
             if partial & ~self.summed & bit:
-                _sum_gradient_of(param, flow.mesh)
+                if self.came_split:
+                    self._require_no_hook(param, bit)
+                sum_gradient_of(param, flow.mesh)
         self.summed |= partial
         trained = flow.trained()
         unused = [name for name, bit in flow.bits.items() if name in trained and not flow.used & bit]
@@ -158,6 +182,7 @@ class _Dataflow(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.mesh = mesh
+        self._own: dict[DeviceMesh, bool] = {}
         self.bits = {name: 1 << position for position, name in enumerate(names)}
         self.activation = 1 << len(names)
         """The bit of whole outputs of split layers and of the model's inputs."""
@@ -187,7 +212,7 @@ class _Dataflow(TorchDispatchMode):
 
         def leaves_layer(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
             local = to_local(tensor, grad_placements=grad_placements)
-            if tensor.device_mesh != flow.mesh:  # a part of a weight that another axis spreads
+            if not flow._is_own(tensor.device_mesh):  # a part of a weight that another axis spreads
                 flow._set(local, (False, 0))
                 return local
             completed = any(isinstance(placement, Partial) for placement in grad_placements or ())
@@ -287,7 +312,7 @@ class _Dataflow(TorchDispatchMode):
     # --- dependencies of tensors -------------------------------------------------------------------------------------
 
     def _enters(self, local: Tensor, made: DTensor) -> None:
-        if made.device_mesh != self.mesh or isinstance(local, DTensor):
+        if not self._is_own(made.device_mesh) or isinstance(local, DTensor):
             return
         is_split, origins = self._state(local)
         if self._is_split(made):
@@ -308,7 +333,13 @@ class _Dataflow(TorchDispatchMode):
                     self.mixed_in[bit] = self.place
 
     def _is_split(self, tensor: DTensor) -> bool:
-        return tensor.device_mesh == self.mesh and any(not placement.is_replicate() for placement in tensor.placements)
+        return self._is_own(tensor.device_mesh) and any(not placement.is_replicate() for placement in tensor.placements)
+
+    def _is_own(self, mesh: DeviceMesh) -> bool:
+        """Return whether a mesh has the ranks of ours: a model that came split has one with other names."""
+        if mesh not in self._own:
+            self._own[mesh] = rows_of(mesh) == rows_of(self.mesh)
+        return self._own[mesh]
 
     def _set(self, tensor: Tensor, state: tuple[bool, int]) -> None:
         self._tensors[_memory(tensor)] = state
@@ -344,7 +375,8 @@ def _plain_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
 
 
-def _sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
+def sum_gradient_of(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Sum every gradient of a parameter over a mesh, before it is accumulated."""
     group = mesh.get_group()
 
     def summed(gradient: Tensor) -> Tensor:

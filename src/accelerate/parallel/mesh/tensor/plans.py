@@ -24,9 +24,14 @@ from ...modules.materialising import Ties
 from ...modules.placeholder import Placeholder
 from ...modules.wrapping import is_inside, matches_pattern
 from ..context.sequences import require_no_recurrence
-from .partial_gradients import abbreviated, sum_partial_gradients
+from .partial_gradients import Completing, abbreviated, sum_partial_gradients
 from .sequences import Layers, split_between_regions
-from .transformers_styles import require_known_to_transformers, split_by_transformers
+from .transformers_styles import (
+    is_split_by_transformers,
+    require_known_to_transformers,
+    split_by_transformers,
+    sum_each_gradient_once,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +63,11 @@ def split_layers(
     sequence_parallel: bool = False,
     except_for: Collection[str] = (),
 ) -> None:
-    """Split the layers that the plan names, in place. A model that already has DTensors is not changed.
+    """Split the layers that the plan names, in place.
 
     Modules with the names `except_for` are spread by other means, and left as they are.
     Tied weights stay tied, and parameters outside the plan get complete gradients: see [Note: partial gradients].
     """
-    if _is_split(model, except_for):
-        return
     given, plan = plan, plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
         raise ValueError(
@@ -94,10 +97,12 @@ def split_layers(
     sum_partial_gradients(model, mesh, completing)
 
 
-def _is_split(model: nn.Module, except_for: Collection[str]) -> bool:
-    return any(
-        isinstance(param, DTensor) for name, param in model.named_parameters() if not is_inside(name, except_for)
-    )
+def complete_gradients_of_split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Complete the gradients of a model that came split by transformers, or by `parallelize_module`."""
+    if is_split_by_transformers(model):
+        sum_each_gradient_once(model, mesh)
+    else:
+        sum_partial_gradients(model, mesh, Completing(), came_split=True)
 
 
 def _layers_of(

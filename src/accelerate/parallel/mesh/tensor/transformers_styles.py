@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...modules.wrapping import matches_pattern
-from .partial_gradients import Completing
+from .partial_gradients import Completing, sum_gradient_of
 
 _SUPPORTED = (
     "colwise",
@@ -57,6 +58,44 @@ def split_by_transformers(model: nn.Module, rules: Mapping[str, str], mesh: Devi
         return [module for name, module in model.named_modules() if any(matches_pattern(name, p) for p in patterns)]
 
     return Completing(inputs=split_by("moe_tp_experts"), outputs=split_by("mla_kv_a_proj"))
+
+
+def is_split_by_transformers(model: nn.Module) -> bool:
+    """Return whether transformers has split a model while it loaded it."""
+    return any(getattr(module, "_is_hooked", False) for module in model.modules())
+
+
+def sum_each_gradient_once(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the hooks by which transformers sums the partial gradients of layers that it does not split.
+
+    They sum `param.grad` after every backward pass, and so what was accumulated before once more. They are registered
+    in the first forward pass that trains.
+    """
+    for module in model.modules():
+        if _sums_gradients(module.forward):
+            _replace_hooks(module, mesh)
+
+
+def _replace_hooks(module: nn.Module, mesh: DeviceMesh) -> None:
+    replaced: set[nn.Parameter] = set()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def replace(*_: Any) -> None:
+        own: list[Any] = list(module.parameters(recurse=False))
+        for param in own:
+            hooks = param._post_accumulate_grad_hooks or {}
+            for key in [key for key, hook in hooks.items() if _sums_gradients(hook)]:
+                del hooks[key]
+                sum_gradient_of(param, mesh)
+                replaced.add(param)
+        if replaced.issuperset(own):
+            handle.remove()
+
+    handle = module.register_forward_hook(replace)
+
+
+def _sums_gradients(function: Any) -> bool:
+    return getattr(function, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")
 
 
 def _engine() -> Any:
