@@ -48,16 +48,16 @@ class ShardedCalls:
 
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Read the documents of a call, and return its arguments without a cache of keys and values."""
-        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        parameters = inspect.signature(model.forward).parameters
+        given = dict(zip(parameters, args, strict=False)) | kwargs
         self._count += 1
         self._documents[self._count] = self._documents_of(given)
         self._documents.pop(self._count - _KEPT_CALLS, None)
         self._is_inside = True
-        config = getattr(model, "config", None)
-        if config is None or not hasattr(config, "use_cache"):
+        if "use_cache" not in parameters and not hasattr(model, "peft_config"):  # PEFT hands it on
             return kwargs
         asked = given.get("use_cache")
-        self._asked_for_cache = bool(config.use_cache if asked is None else asked)
+        self._asked_for_cache = bool(getattr(model.config, "use_cache", False) if asked is None else asked)
         return {**kwargs, "use_cache": False}
 
     def end(self) -> None:
