@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..config.enums import DynamoBackend, FP8BackendType, RNGType
-from ..config.environment import TRACE_FOLDER, read, read_setting
+from ..config.environment import TRACE_FOLDER, VERIFY_FOLDER, read, read_setting
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from ..config.plugins.handlers import (
@@ -161,6 +161,10 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             megatron_lm_plugin=megatron_lm_plugin,
             dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
         )
+        if read(VERIFY_FOLDER) is not None:
+            from .verification import script  # on first use: hardly any run asks for it
+
+            self.settings = script.adapted(self.settings)
         self.state = AcceleratorState(
             mixed_precision=self.settings.mixed_precision,
             cpu=cpu,
@@ -225,6 +229,8 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             from .checking import check  # on first use: hardly any run asks for it
 
             check(self)
+        if read(VERIFY_FOLDER) is not None:
+            script.record(self)
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 

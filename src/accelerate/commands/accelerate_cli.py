@@ -14,6 +14,7 @@ MODULE_OF = {
     "merge-weights": ".models.merge_weights",
     "report": ".views.report",
     "tpu-config": ".config.tpu",
+    "verify-parallel": ".verify.parallel",
     "verify-resume": ".verify.resume",
     "watch": ".views.watch",
 }

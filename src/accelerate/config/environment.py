@@ -214,6 +214,9 @@ CHECK_FAILED_CODE = 3
 # The folder for the trace of a run, set by `accelerate verify-resume`.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"
 
+# The folder for the recordings of a run, set by `accelerate verify-parallel`.
+VERIFY_FOLDER = "ACCELERATE_VERIFY_FOLDER"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherVariables:

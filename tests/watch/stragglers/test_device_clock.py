@@ -58,7 +58,8 @@ def test_phases_have_the_time_of_the_device_on_a_simulated_accelerator() -> None
 def test_loading_counts_as_far_as_the_device_waits_for_it_on_a_simulated_accelerator() -> None:
     device = torch.device("gpu", 0)
     set_delays(kernel_time=KERNEL)
-    assert medians(DeviceClock(device), data_seconds=25 * KERNEL)[DATA] > 10 * KERNEL
+    kernel = max(KERNEL, medians(DeviceClock(device))[FORWARD])  # on a machine with other work
+    assert medians(DeviceClock(device), data_seconds=25 * kernel)[DATA] > 10 * KERNEL
     assert medians(DeviceClock(device), data_seconds=KERNEL)[DATA] < 3 * KERNEL, "the device had work meanwhile"
 
 

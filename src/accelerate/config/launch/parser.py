@@ -17,6 +17,7 @@ VERBS = {
     "merge-weights": "merge a sharded checkpoint into plain model files",
     "report": "show logged runs as an HTML page, or live in the terminal",
     "to-fsdp2": "convert a configuration file from FSDP1 to FSDP2",
+    "verify-parallel": "check that a script computes the same on many processes as on one",
     "verify-resume": "check that a script resumes exactly",
     "test": "test this machine: processes, collectives, data and training",
     "tpu-config": "run commands on every host of a TPU pod, by gcloud",

@@ -1,0 +1,1 @@
+"""Compare a mesh with one process: `accelerate verify-parallel`. Start with `script`, then `comparison`."""

@@ -1,0 +1,1 @@
+"""Compare recordings, and find the first module that differs. Start with `comparison`."""

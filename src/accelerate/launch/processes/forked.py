@@ -1,0 +1,124 @@
+"""Run a script on forked ranks, which start in a moment because the parent has torch imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .worker import run_file, run_module, without_launcher_frames
+
+_SECONDS_FOR_OTHERS = 10.0
+"""How long the other ranks may go on after one has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is run, and with which variables."""
+
+    script: Sequence[str]
+    as_module: bool
+    processes: int
+    port: int
+    variables: Mapping[str, str]
+    folder: Path
+    """For the output of each rank: `rank_N.log`."""
+    before: Callable[[], None]
+    """Called on every rank before the script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first rank that did not end well."""
+
+    rank: int
+    reason: str
+    log: str
+
+
+def run_forked(world: World, seconds: float) -> Failure | None:
+    """Run a script on forked ranks, and return the first failure. The parent must not have started threads."""
+    world.folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    running = {_fork(world, rank): rank for rank in range(world.processes)}
+    first: tuple[int, int] | None = None
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG) if len(running) else (0, 0)
+        if pid in running:
+            rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            if code != 0 and first is None:
+                first = (rank, code)
+                deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
+        elif pid == 0:
+            time.sleep(0.02)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if first is not None:
+        rank, code = first
+        return Failure(rank=rank, reason=f"ended with exit code {code}", log=_log(world, rank))
+    if running:
+        rank = min(running.values())
+        return Failure(rank=rank, reason=f"had not ended after {seconds:.0f} s", log=_log(world, rank))
+    return None
+
+
+def _log(world: World, rank: int) -> str:
+    return (world.folder / f"rank_{rank}.log").read_text(encoding="utf-8", errors="replace")
+
+
+def _fork(world: World, rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(world.folder / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(world.variables)
+        if world.processes > 1:
+            os.environ.update(_rank_variables(world, rank))
+        code = _run(world)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rank_variables(world: World, rank: int) -> dict[str, str]:
+    size = str(world.processes)
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.port)}  # fmt: skip
+
+
+def _run(world: World) -> int:
+    sys.argv = list(world.script)
+    try:
+        world.before()
+        run_module(sys.argv[0]) if world.as_module else run_file(sys.argv[0])
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if code:
+            return code
+    except BaseException as error:
+        error.__traceback__ = without_launcher_frames(error.__traceback__)
+        traceback.print_exception(error)
+        return 1
+    _run_exit_handlers()
+    return 0
+
+
+def _run_exit_handlers() -> None:
+    import atexit
+
+    atexit._run_exitfuncs()
