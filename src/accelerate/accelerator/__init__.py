@@ -67,6 +67,7 @@ from .tracking_methods import TrackingMethods
 if TYPE_CHECKING:
     from ..checkpoint.checkpointer import Checkpointer
     from ..tracking.trackers import Trackers
+    from .verification.comparing.comparison import Comparison
 
 logger = get_logger(__name__)
 
@@ -613,6 +614,34 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         """
         batch = Batch(args=args, kwargs=kwargs, target=target, loss_fn=loss_fn, num_items=num_items)
         return self.strategy.forward_backward(model, batch, self._shares(num_items), self.backward)
+
+    def verify_parallel(
+        self,
+        make_model: Callable[[], nn.Module],
+        batches: Sequence[Any],
+        loss_fn: Callable[..., Tensor] | None = None,
+        *,
+        make_optimizer: Callable[[Any], Optimizer] = torch.optim.SGD,
+        max_norm: float | None = 1.0,
+        sequence_dim: int | None = None,
+    ) -> Comparison:
+        """Train a model on this mesh and on one process, and compare losses, gradients, norms and parameters.
+
+        For tests, on every rank: `result = accelerator.verify_parallel(...)`, then `assert result.equal, result`. What
+        `accelerate verify-parallel` does with a script, in fp32 and without dropout.
+
+        Args:
+            make_model: Makes the model, the same on every call after the same seed.
+            batches: `(inputs, target)` pairs, the same on every rank: one for each data rank and step. Inputs are a
+                tensor, a tuple, or a dict of keyword arguments.
+            loss_fn: Computes the loss from the output and the target. Without it the model returns its own loss.
+            make_optimizer: Makes an optimizer of parameters.
+            max_norm: The largest norm of gradients; None does not clip.
+            sequence_dim: The dimension in which tensors of a batch are cut along `cp` or `sp`.
+        """
+        from .verification.model import verify_model
+
+        return verify_model(self, make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim)
 
     @contextmanager
     def _shares(self, num_items: int | Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:

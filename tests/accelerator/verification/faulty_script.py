@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, set_seed
-from tests.parallel.mesh.context import cpu_attention
 
 FAULT = sys.argv[1]
 MESH = sys.argv[2] if len(sys.argv) > 2 else "ddp"
@@ -95,8 +94,6 @@ def settings() -> dict[str, Any]:
 
 
 def main() -> None:
-    if MESH == "cp":
-        cpu_attention.register()
     set_seed(3)
     accumulation = 2 if FAULT == "accumulation" else 1
     accelerator = Accelerator(gradient_accumulation_steps=accumulation, **settings())

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from tests.parallel.mesh.context import cpu_attention
 from tests.parallel.small_transformer import model as small_transformer
 from tests.parallel.ways import WAYS
 
@@ -60,8 +59,6 @@ def call(accelerator: Accelerator, model: Any, tokens: torch.Tensor) -> None:
 
 def main() -> None:
     """Train."""
-    if "cp" in WAY:
-        cpu_attention.register()
     set_seed(1)
     settings = WAYS[WAY][1]()
     if FAMILY != "torch" and "parallelism_config" in settings:

@@ -78,6 +78,12 @@ class Script:
     """A script in one of the three roles: what it calls on its Accelerator passes through here."""
 
     def __init__(self, accelerator: Any) -> None:
+        if accelerator.split_batches and accelerator.strategy.num_data_ranks > 1:
+            raise UnsupportedSettingError(
+                "accelerate verify-parallel with split_batches=True",
+                "one process would have to cut every batch as the data ranks do.",
+                "Verify the script with split_batches=False and the batch size of one process.",
+            )
         self.recorder = Recorder.of_rank(accelerator.strategy, self._after_step)
         self._folder = Path(read(VERIFY_FOLDER) or ".")
         self._is_mesh = read(ROLE) == MESH

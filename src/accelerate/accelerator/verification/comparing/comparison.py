@@ -41,6 +41,11 @@ class Comparison:
         """Return whether nothing differs beyond rounding."""
         return self.first is None
 
+    def __str__(self) -> str:
+        from .panel import panel  # which draws this class
+
+        return panel(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data, for JSON."""
         return {"equal": self.equal, **asdict(self)}

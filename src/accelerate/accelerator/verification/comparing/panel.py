@@ -11,13 +11,14 @@ from .findings import Finding
 _NAME_WIDTH = 11
 
 
-def panel(result: Comparison, seconds: float) -> str:
+def panel(result: Comparison, seconds: float | None = None) -> str:
     """Return the panel of a result."""
     width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
     title = "── the mesh equals one process " if result.equal else "── the mesh does NOT equal one process "
     axes = " x ".join(f"{axis} {size}" for axis, size in result.sizes.items())
     lines = _field("mesh", f"{axes} ({result.processes} processes)", width)
-    compared = f"{result.steps} steps, {result.values} values, in {seconds:.0f} s, fp32 on the CPU"
+    took = "" if seconds is None else f", in {seconds:.0f} s on the CPU"
+    compared = f"{result.steps} step{'s' * (result.steps != 1)}, {result.values} values in fp32{took}"
     lines += _field("compared", compared, width)
     if result.largest:
         figures = ", ".join(f"{what} {difference:.1e}" for what, difference in result.largest.items())
