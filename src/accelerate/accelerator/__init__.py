@@ -60,7 +60,7 @@ from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, inherited_precision, shared_deepspeed_plugins
 from .accumulation import AccumulationWindow
-from .arguments import Handlers, compilation_in_code, one_of
+from .arguments import Handlers, compilation_in_code, one_of, settings_of_run
 from .checkpoint_methods import CheckpointMethods
 from .tracking_methods import TrackingMethods
 
@@ -150,7 +150,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         self.fp8_recipe_handler = handlers.take(FP8RecipeKwargs)
         handlers.refuse_rest()
 
-        self.settings = TrainingSettings.from_arguments(
+        settings = TrainingSettings.from_arguments(
             mixed_precision=mixed_precision,
             inherited_precision=inherited_precision(),
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -162,10 +162,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             megatron_lm_plugin=megatron_lm_plugin,
             dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
         )
-        if read(VERIFY_FOLDER) is not None:
-            from .verification import script  # on first use: hardly any run asks for it
-
-            self.settings = script.adapted(self.settings)
+        self.settings = settings_of_run(settings)
         self.state = AcceleratorState(
             mixed_precision=self.settings.mixed_precision,
             cpu=cpu,
@@ -224,14 +221,20 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         self.window = AccumulationWindow(self.gradient_state, self.strategy, self._models)
         self._checkpointer: Checkpointer | None = None
         self.flag_tensor: Tensor | None = None
+        self._start_recording()
+
+    def _start_recording(self) -> None:
+        """Let the verbs that look at a run stand between the script and this object; hardly any run has one."""
         if read(TRACE_FOLDER) is not None:
             self._trace_backward()
         if read_setting("check"):
-            from .checking import check  # on first use: hardly any run asks for it
+            from .checking import check
 
             check(self)
         if read(VERIFY_FOLDER) is not None:
-            script.record(self)
+            from .verification.script import record
+
+            record(self)
 
     # --- prepare ----------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from ..config.enums import DynamoBackend
+from ..config.environment import VERIFY_FOLDER, read
 from ..config.origins import NOT_YET
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.handlers import KwargsHandler
+from ..config.settings import TrainingSettings
 from ..errors import UnsupportedSettingError
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -60,3 +62,12 @@ def compilation_in_code(
             "TorchDynamoPlugin(backend=...)."
         )
     return TorchDynamoPlugin(backend=backend)
+
+
+def settings_of_run(settings: TrainingSettings) -> TrainingSettings:
+    """Return the settings as given, or those of a run that `accelerate verify-parallel` compares."""
+    if read(VERIFY_FOLDER) is None:
+        return settings
+    from .verification.script import adapted  # hardly any run asks for it
+
+    return adapted(settings)

@@ -12,12 +12,14 @@ from typing import Any
 _ROOT = Path(__file__).parents[3]
 
 
-def verify_all(jobs: list[tuple[str, list[str]]], seconds: float = 900) -> list[dict[str, Any]]:
+def verify_all(
+    jobs: list[tuple[str, list[str]]], *, python: str = sys.executable, seconds: float = 900
+) -> list[dict[str, Any]]:
     """Return the result of each job: the name of its runs on one process, which jobs may share, and its words."""
     lines = "".join(json.dumps(job) + "\n" for job in jobs)
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator.verification.sweep"],
+        [python, "-m", "tests.accelerator.verification.sweep"],
         input=lines,
         capture_output=True,
         text=True,
