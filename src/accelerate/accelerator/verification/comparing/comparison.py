@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from ..recording.data import Recording, Step, Tensors
 from .calls import Calls
 from .causes import cause_of
@@ -148,22 +150,34 @@ class _Values:
         for name, expected in one.items():
             copies = {r.rank: values[name] for r, values in zip(self.mesh, mesh, strict=True) if name in values}
             limit = limit_of(deviation(expected, other.get(name, expected), least))
-            differences = {rank: deviation(expected, seen, least) for rank, seen in copies.items()}
-            differences = differences or {self.mesh[0].rank: math.inf}  # no rank has it
-            worst = max(differences.values())
-            self._count(f"{what}s", worst, index)
+            tensor = self._tensor(what, name, expected, copies, limit, least)
+            self._count(f"{what}s", tensor.difference, index)
+            if tensor.difference > limit:
+                tensor.step = index + 1
+                found.append(tensor)
             if size_of(expected) > least:
                 ratios += [ratio_of(expected, seen) for seen in copies.values()]
-            if worst > limit:
-                is_cut = any(seen.shape != expected.shape for seen in copies.values())
-                found.append(Finding(what="shape" if is_cut else what, module=name.rpartition(".")[0], name=name,
-                                     step=index + 1, ranks=[rank for rank, d in differences.items() if d > limit],
-                                     difference=worst, rounding=limit))  # fmt: skip
         if not found:
             return None
         chosen = found[-1] if what == "gradient" else found[0]
         chosen.ratio = common_ratio(ratios)
         return chosen
+
+    def _tensor(
+        self, what: str, name: str, expected: Tensor, copies: dict[int, Tensor], limit: float, least: float
+    ) -> Finding:
+        """Compare the copies of a tensor; one that no rank has is missing on all."""
+        differences = {rank: deviation(expected, seen, least) for rank, seen in copies.items()}
+        differences = differences or {recording.rank: math.inf for recording in self.mesh}
+        is_cut = any(seen.shape != expected.shape for seen in copies.values())
+        return Finding(
+            what="shape" if is_cut else what,
+            module=name.rpartition(".")[0],
+            name=name,
+            ranks=[rank for rank, difference in differences.items() if difference > limit],
+            difference=max(differences.values()),
+            rounding=limit,
+        )
 
     def _count(self, what: str, difference: float, index: int) -> None:
         self.result.values += 1
