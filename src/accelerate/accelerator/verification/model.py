@@ -16,7 +16,7 @@ from ...runtime.collectives.nested import recursively_apply, tensors_of
 from ...runtime.loop.random import set_seed
 from .comparing.comparison import Comparison, compare
 from .recording.data import Recording
-from .recording.dropout import without_dropout
+from .recording.dropout import WithoutDropout
 from .recording.recorder import Recorder
 from .recording.rounding import OtherOrderOfSummation
 from .script import recording_positions
@@ -71,7 +71,7 @@ def _on_mesh(
 ) -> Recording:
     recorder = Recorder.of_rank(accelerator.strategy)
     ranks, rank = accelerator.strategy.num_data_ranks, accelerator.strategy.data_rank
-    with without_dropout(recorder.note_dropout):
+    with WithoutDropout(recorder.note_dropout):
         set_seed(0)
         model: Any = make_model().float()
         plain_optimizer = make_optimizer(model.parameters())
@@ -106,7 +106,7 @@ def _on_one_process(
     ranks = accelerator.strategy.num_data_ranks
     recorder = Recorder(Recording(rank=0, sizes={}, coordinates={}, data_ranks=1, data_rank=0))
     with ExitStack() as stack:
-        stack.enter_context(without_dropout(recorder.note_dropout))
+        stack.enter_context(WithoutDropout(recorder.note_dropout))
         mode: Any = OtherOrderOfSummation() if reordered else nullcontext()  # type: ignore[no-untyped-call]
         stack.enter_context(mode)
         set_seed(0)

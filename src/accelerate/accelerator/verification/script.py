@@ -25,7 +25,7 @@ from ...config.plugins.handlers import GradientAccumulationPlugin
 from ...config.settings import TrainingSettings
 from ...errors import UnsupportedSettingError
 from ...parallel.modules.dtensors import whole
-from .recording.dropout import without_dropout
+from .recording.dropout import WithoutDropout
 from .recording.recorder import Recorder
 from .recording.rounding import OtherOrderOfSummation
 
@@ -96,8 +96,7 @@ class Script:
         self._ended = False
         if read(ROLE) == REORDERED:
             OtherOrderOfSummation().__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
-        self._without_dropout = without_dropout(self.recorder.note_dropout)  # for the rest of the process
-        self._without_dropout.__enter__()
+        WithoutDropout(self.recorder.note_dropout).__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
         atexit.register(self._end)
 
     def attach(self, accelerator: Any) -> None:

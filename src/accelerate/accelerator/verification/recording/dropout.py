@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-_ATTENTION = "scaled_dot_product_attention"
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+}  # fmt: skip
+_attention = torch._C._nn.scaled_dot_product_attention
+_PROBABILITY_OF_ATTENTION = 4
+"""The place of `dropout_p` among the arguments."""
 
 
-@contextmanager
-def without_dropout(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Replace dropout by the identity inside the context; `note` gets the input of each that would have been random."""
-    attend = getattr(functional, _ATTENTION)
+class WithoutDropout(TorchFunctionMode):
+    """Replace dropout by the identity; `note` gets the input of each that would have been random."""
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if training and p > 0:
-            note(input)
-        return input
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
 
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        if dropout_p > 0:
-            note(query)
-        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or leave out its dropout."""
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if given.get("p", 0.5) > 0 and given.get("training", given.get("train", True)):
+                self._note(given["input"])
+            return given["input"]
+        if func is _attention:
+            args, kwargs = self._without_probability(args, kwargs)
+        return func(*args, **kwargs)
 
-    plain = {name: getattr(functional, name) for name in (*_DROPOUTS, _ATTENTION)}
-    for name in plain:
-        setattr(functional, name, attention if name == _ATTENTION else dropout)
-    try:
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(functional, name, function)
+    def _without_probability(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        at = _PROBABILITY_OF_ATTENTION
+        probability = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
+        if probability > 0:
+            self._note(args[0] if args else kwargs["query"])
+        kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+        return ((*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args), kwargs
