@@ -29,6 +29,7 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
+        self.factor_of_key_gradient = 1.0
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         normed = self.norm_1(x)
@@ -36,6 +37,8 @@ class Block(nn.Module):
             layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
+        if self.factor_of_key_gradient != 1:
+            key = _Unsummed.apply(key, self.factor_of_key_gradient)  # type: ignore[no-untyped-call]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -131,12 +134,16 @@ def train(fault: str, accelerator: Any, model: Any, batch: Tensor) -> None:
     positions = torch.arange(LENGTH).expand(len(tokens), -1).contiguous()
     if fault == "late_shift":
         labels = tokens.clone()
-    with accelerator.maybe_context_parallel([tokens, labels, positions], [1, 1, 1]):
+    mask = mask_of(fault)
+    buffers, dims = [tokens, labels, positions], [1, 1, 1]
+    if mask is not None and MESH == "cp":
+        buffers, dims = [*buffers, mask], [*dims, 2]
+    with accelerator.maybe_context_parallel(buffers, dims):
         if fault == "late_shift":
             labels = labels.roll(-1, 1)
         if fault == "rope_positions":
             positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-        logits = model(tokens, positions, mask_of(fault, batch))
+        logits = model(tokens, positions, mask)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         if FAULT == "router_loss":
             loss = loss + 5 * (logits.softmax(-1).mean((0, 1)) ** 2).sum()
@@ -145,11 +152,14 @@ def train(fault: str, accelerator: Any, model: Any, batch: Tensor) -> None:
         accelerator.backward(loss)
 
 
-def mask_of(fault: str, batch: Tensor) -> Tensor | None:
-    if FAULT != "mask" or fault == "mask":
+def mask_of(fault: str) -> Tensor | None:
+    """Return the mask of attention, which the fault drops: a window of 3 positions, or two packed documents."""
+    if FAULT not in ("mask", "window", "packed") or fault != "none":
         return None
-    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    return causal & causal.T.roll(3, 0).logical_or(torch.eye(LENGTH, dtype=torch.bool))
+    places = torch.arange(LENGTH)
+    distance = places[:, None] - places[None]
+    seen = places[:, None] // 5 == places[None] // 5 if FAULT == "packed" else distance < 3
+    return (seen & (distance >= 0))[None, None]
 
 
 def inject_after_prepare(fault: str, accelerator: Any, model: Any) -> None:
@@ -162,6 +172,8 @@ def inject_after_prepare(fault: str, accelerator: Any, model: Any) -> None:
     if fault == "input_gradient":
         forward = model.blocks[0].key.forward
         model.blocks[0].key.forward = lambda x: forward(_Unsummed.apply(x, 0.5))
+    if fault == "attention_gradient":
+        model.blocks[0].factor_of_key_gradient = 0.5
     if fault == "norm":
         accelerator.strategy.clip_grad_norm = local_norm
 

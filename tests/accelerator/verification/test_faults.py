@@ -58,6 +58,26 @@ FAULTS = {
     "router_loss": Fault(mesh="cp", what="loss", module="", cause="a router loss", changes_one_process=True),
     "norm": Fault(mesh="fsdp", what="norm", module="", cause="that of one rank's shards", changes_one_process=True),
     "rope_positions": Fault(mesh="cp", what="input", module="", cause="other samples"),
+    # In public: accelerate#4177, trl#6843, Megatron-LM#1464 and transformers#48687.
+    "window": Fault(
+        mesh="cp",
+        what="output",
+        module="blocks.0",
+        between="blocks.0.out",
+        cause="a window that did not reach it",
+        changes_one_process=True,
+    ),
+    "packed": Fault(
+        mesh="cp",
+        what="output",
+        module="blocks.0",
+        between="blocks.0.out",
+        cause="documents or a window that did not reach it",
+        changes_one_process=True,
+    ),
+    "attention_gradient": Fault(
+        mesh="cp", what="input gradient", module="blocks.0", cause="although its output does not"
+    ),
     "input_gradient": Fault(mesh="tp", what="input gradient", module="blocks.0.key", cause="not summed over the ranks"),
 }
 
