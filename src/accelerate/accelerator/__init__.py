@@ -642,9 +642,9 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             max_norm: The largest norm of gradients; None does not clip.
             sequence_dim: The dimension in which tensors of a batch are cut along `cp` or `sp`.
         """
-        from .verification.model import verify_model
+        from .verification.model import Training
 
-        return verify_model(self, make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim)
+        return Training(make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim).verify(self)
 
     @contextmanager
     def _shares(self, num_items: int | Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:
