@@ -18,6 +18,7 @@ from ..recording.data import Recording, Step, Tensors
 from .calls import Calls
 from .causes import cause_of
 from .findings import Finding, common_ratio, deviation, limit_of, ratio_of, relative, size_of
+from .panel import panel
 
 _SMALL = 1e-3
 """Gradients that are smaller than this beside the largest one are compared on its scale."""
@@ -44,8 +45,6 @@ class Comparison:
         return self.first is None
 
     def __str__(self) -> str:
-        from .panel import panel  # which draws this class
-
         return panel(self)
 
     def to_dict(self) -> dict[str, Any]:

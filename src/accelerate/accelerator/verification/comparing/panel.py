@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from typing import TYPE_CHECKING
 
-from .comparison import Comparison
 from .findings import Finding
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
 
 _NAME_WIDTH = 11
 
