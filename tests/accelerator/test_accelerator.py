@@ -108,7 +108,7 @@ def test_a_second_accelerator_has_the_number_format_of_the_first_as_in_1_15(monk
     second = Accelerator(cpu=True)
     assert second.mixed_precision == second.state.mixed_precision == "bf16"
     assert "mixed_precision = bf16  (the Accelerator before this one)" in second.settings.explain()
-    with pytest.raises(UnsupportedSettingError):
+    with pytest.raises(ValueError, match="asks for sp_size=2"):
         Accelerator(cpu=True, mixed_precision="no", parallelism_config=ParallelismConfig(sp_size=2))
     assert Accelerator(cpu=True).mixed_precision == "fp16", "of the environment: one that failed leaves nothing"
     third = Accelerator(cpu=True, mixed_precision="no")  # 1.15 refuses a second format

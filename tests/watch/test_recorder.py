@@ -190,7 +190,10 @@ def test_gloos_own_recorder_tells_what_is_outstanding_and_who_started_it() -> No
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
-    assert outstanding_collectives() == []
+    deadline = time.monotonic() + 60
+    while outstanding_collectives():  # gloo notes the end after the result is there
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(5), async_op=True)
         [outstanding] = outstanding_collectives()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .verdict import LOST_PEER_ERRORS
 from .worker import run_file, run_module, without_launcher_frames
 
 _SECONDS_FOR_OTHERS = 10.0
@@ -47,23 +48,22 @@ def run_forked(world: World, seconds: float) -> Failure | None:
     sys.stdout.flush()
     sys.stderr.flush()
     running = {_fork(world, rank): rank for rank in range(world.processes)}
-    first: tuple[int, int] | None = None
+    failures: list[Failure] = []
     deadline = time.monotonic() + seconds
     while running and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG) if len(running) else (0, 0)
         if pid in running:
             rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-            if code != 0 and first is None:
-                first = (rank, code)
+            if code != 0:
+                failures.append(Failure(rank=rank, reason=f"ended with exit code {code}", log=_log(world, rank)))
                 deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
         elif pid == 0:
             time.sleep(0.02)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if first is not None:
-        rank, code = first
-        return Failure(rank=rank, reason=f"ended with exit code {code}", log=_log(world, rank))
+    if failures:  # a rank that only lost its peer may end before the one that failed
+        return min(failures, key=lambda failure: LOST_PEER_ERRORS.search(failure.log) is not None)
     if running:
         rank = min(running.values())
         return Failure(rank=rank, reason=f"had not ended after {seconds:.0f} s", log=_log(world, rank))

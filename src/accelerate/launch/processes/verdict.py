@@ -18,7 +18,7 @@ from ...runtime.collectives.last_calls import read_calls
 from .worker import CRASH_FILE_NAME, is_user_file
 
 # Errors of a healthy rank that lost a peer, as Gloo, NCCL, the store and torch word them.
-_LOST_PEER_ERRORS = re.compile(
+LOST_PEER_ERRORS = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|remote process exited|network error|peer closed|recvvalue failed|failed to recv|sendbytes failed"
     r"|nccl communicator was aborted|watchdog caught collective operation timeout|unhandled system error"
@@ -60,7 +60,7 @@ class Ending:
         """Whether its exception is a symptom of a lost peer."""
         if self.record is None or _OWN_NCCL_ERRORS.search(self.record["text"]):
             return False
-        return _LOST_PEER_ERRORS.search(self.record["text"]) is not None
+        return LOST_PEER_ERRORS.search(self.record["text"]) is not None
 
     @property
     def aborted_in_background(self) -> bool:

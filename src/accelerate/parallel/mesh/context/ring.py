@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ def has_ring(device: torch.device) -> bool:
     if device.type != "cpu":
         return device.type == "cuda"
     try:
-        from torch.distributed.tensor.experimental._context_parallel._attention import custom_ops
-    except ImportError:
+        ring = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    except ImportError:  # an older torch
         return False
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in custom_ops
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in getattr(ring, "custom_ops", ())
 
 
 @contextmanager

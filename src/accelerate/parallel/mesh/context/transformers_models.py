@@ -189,8 +189,9 @@ def sharded_calls(
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    eager: Any = torch.compiler.disable  # here and not above, where it would import the compiler at once
+    AttentionInterface.register(NAME, eager(_attention))
+    AttentionMaskInterface.register(NAME, eager(_mask))
 
 
 def _calls() -> ShardedCalls:
@@ -199,7 +200,6 @@ def _calls() -> ShardedCalls:
     return _current
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mask(*, mask_function: Callable[..., Any] | None = None, **given: Any) -> Tensor:
     """Stand in for a mask function of transformers."""
     calls = _calls()
@@ -249,7 +249,6 @@ _REACHES: dict[str, Callable[[int], Reach]] = {
 }
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module,
     query: Tensor,
