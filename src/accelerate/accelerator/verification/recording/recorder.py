@@ -152,7 +152,8 @@ class Recorder:
 
     def note_dropout(self, tensor: Tensor) -> None:
         """Record a dropout of the first forward pass."""
-        if not self.recording.steps and self._passes == 0 and not self._in_backward:
+        is_first_pass = not self.recording.steps and self._passes == 0 and not self._in_backward
+        if is_first_pass and not _has_no_data(tensor):  # a pipeline traces the model without data
             self.recording.dropouts.append(
                 Dropout(
                     module=self._stack[-1] if self._stack else "",
