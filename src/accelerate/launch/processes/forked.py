@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -51,14 +52,16 @@ def run_forked(world: World, seconds: float) -> Failure | None:
     failures: list[Failure] = []
     deadline = time.monotonic() + seconds
     while running and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG) if len(running) else (0, 0)
-        if pid in running:
-            rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        for pid, rank in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del running[pid]
+            code = os.waitstatus_to_exitcode(status)
             if code != 0:
                 failures.append(Failure(rank=rank, reason=f"ended with exit code {code}", log=_log(world, rank)))
                 deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
-        elif pid == 0:
-            time.sleep(0.02)
+        time.sleep(0.02)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -114,11 +117,5 @@ def _run(world: World) -> int:
         error.__traceback__ = without_launcher_frames(error.__traceback__)
         traceback.print_exception(error)
         return 1
-    _run_exit_handlers()
-    return 0
-
-
-def _run_exit_handlers() -> None:
-    import atexit
-
     atexit._run_exitfuncs()
+    return 0

@@ -39,19 +39,15 @@ class Calls:
     def first_output(self) -> Finding | None:
         """Return the first module, in the order in which modules return, whose output differs; before it, the input."""
         for each in self._passes():
-            for key in self._keys(each.at):
-                found = self._compare(key, each, "outputs")
-                if found is None:
-                    continue
-                wrong_input = self._compare(("", each.at), each, "inputs")
-                if wrong_input is not None:
-                    return replace(wrong_input, what="input")
-                if key[0] and self._compare(key, each, "inputs") is not None:
-                    return replace(found, module=key[0].rpartition(".")[0], kind="", between=key[0])
-                return found
             wrong_input = self._compare(("", each.at), each, "inputs")
             if wrong_input is not None:
                 return replace(wrong_input, what="input")
+            for key in self._keys(each.at):
+                found = self._compare(key, each, "outputs")
+                if found is not None:
+                    if key[0] and self._compare(key, each, "inputs") is not None:
+                        return replace(found, module=key[0].rpartition(".")[0], kind="", between=key[0])
+                    return found
         return None
 
     def first_gradient(self, found: Finding) -> Finding:
@@ -125,7 +121,7 @@ class Calls:
             if tensor is None:
                 return None
             split = recording.coordinates.get("tp", 0)
-            parts.append(Part(rank=recording.rank, tensor=tensor, split=split, positions=calls[0].positions))
+            parts.append(Part(tensor=tensor, split=split, positions=calls[0].positions))
         return joined(parts, expected.shape) if parts else []
 
 

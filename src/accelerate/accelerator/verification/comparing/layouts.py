@@ -13,7 +13,6 @@ from torch import Tensor
 class Part:
     """A tensor of one rank, or a part of it."""
 
-    rank: int
     tensor: Tensor
     split: int
     """The rank's position along `tp`."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ....parallel.modules.dtensors import local, whole
 from ....parallel.modules.unwrapping import extract_model_from_parallel, own_name
 from ....runtime.collectives.nested import named_leaves
+from ....runtime.modules import tied_names
 from .data import Call, Dropout, Recording, Step, Tensors
 
 
@@ -50,7 +51,8 @@ class Recorder:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         self._models.append(inner)
         self._record_calls(inner)
-        self.recording.ties += _ties_of(inner)
+        named = inner.named_parameters(remove_duplicate=False)
+        self.recording.ties += map(tuple, tied_names((own_name(name), param) for name, param in named))
         with torch.no_grad():
             self.recording.initial = {
                 name: _copy(whole(tensor)) for name, tensor in self._named(parameters=True, buffers=True)
@@ -185,13 +187,6 @@ def _coordinates_of(strategy: Any) -> dict[str, int]:
         return {"dp_replicate": strategy.runtime.process_index}
     mesh = strategy.mesh.device_mesh
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-
-
-def _ties_of(model: nn.Module) -> list[tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(own_name(name))
-    return [tuple(several) for several in names.values() if len(several) > 1]
 
 
 def _copy(tensor: Tensor) -> Tensor:
