@@ -1,0 +1,1 @@
+"""Show a plan: as text, as JSON, and as one HTML page."""
