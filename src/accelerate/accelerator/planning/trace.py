@@ -129,5 +129,5 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace that a process of this planner wrote."""
-    trace: Trace = pickle.loads(path.read_bytes())  # noqa: S301 - our own subprocess has written it
+    trace: Trace = pickle.loads(path.read_bytes())
     return trace
