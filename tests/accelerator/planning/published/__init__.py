@@ -1,0 +1,1 @@
+"""Published figures of memory and speed, and a training script that expresses them."""
