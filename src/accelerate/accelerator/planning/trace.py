@@ -57,6 +57,10 @@ class Operation:
     """Of the computation, such as `bfloat16`."""
     shape: tuple[int, ...] = ()
     """For products of matrices: rows, inner dimension, columns."""
+    causal: bool = False
+    """Whether it is attention that skips the upper half of the scores; `flops` counts them in full."""
+    compiled: bool = False
+    """Whether it is part of a compiled graph, where the compiler fuses elementwise operations."""
 
 
 @dataclass(slots=True)
