@@ -1,0 +1,209 @@
+"""Read what accelerators and nodes can do: `cluster("64xH100")`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+DEVICES = Path(__file__).with_name("devices.yaml")
+
+_GIB = 1 << 30
+_FORMATS = {"float64": "fp64", "float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
+_NEXT_WIDER = {
+    "fp8": ("bf16", "fp16"),
+    "bf16": ("fp16", "tf32"),
+    "fp16": ("bf16",),
+    "tf32": ("fp32",),
+    "fp32": ("tf32", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Which part of its peak a family of devices reaches; `devices.yaml` says what each factor is."""
+
+    matmul: float
+    matmul_fp8: float
+    half_size: float
+    attention: float
+    memory: float
+    fusion: float
+    kernel_us: float
+    host_us: float
+    link: float
+    network: float
+    contention: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one process sees as one accelerator."""
+
+    name: str
+    memory: int
+    """Bytes that a process can allocate."""
+    peaks: dict[str, float]
+    """Number format, such as `bf16` -> FLOP per second of dense products."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    efficiency: Efficiency
+    source: str
+
+    def peak(self, dtype: str) -> float:
+        """Return the FLOP per second of a torch dtype, that of a wider format if the device lacks it."""
+        return self._peak(format_of(dtype))
+
+    def _peak(self, name: str) -> float:
+        if name in self.peaks:
+            return self.peaks[name]
+        if name == "fp64":
+            return self._peak("fp32") / 2
+        for wider in _NEXT_WIDER.get(name, ()):
+            if wider in self.peaks:
+                return self.peaks[wider]
+        return min(self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Node:
+    """How the devices of a machine are connected. Bandwidths are bytes per second of one device in one direction."""
+
+    devices: int
+    link: float
+    link_latency: float
+    network: float
+    network_latency: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Factors on predicted seconds between which nine of ten measured ones lie."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices of a run. Ranks fill one node after the other."""
+
+    device: Device
+    node: Node
+    size: int
+    interval: Interval
+
+    def nodes_of(self, ranks: tuple[int, ...]) -> dict[int, int]:
+        """Return the nodes of a group of ranks, and how many of the ranks each has."""
+        found: dict[int, int] = {}
+        for rank in ranks:
+            found[rank // self.node.devices] = found.get(rank // self.node.devices, 0) + 1
+        return found
+
+    def with_memory(self, memory: int) -> Cluster:
+        """Return the same devices with another memory in bytes."""
+        return replace(self, device=replace(self.device, memory=memory))
+
+
+class UnknownDeviceError(ValueError):
+    """No device of this name is known."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All devices of a file."""
+
+    devices: dict[str, Device]
+    nodes: dict[str, Node]
+    aliases: dict[str, str]
+    interval: Interval
+
+    def cluster(self, text: str) -> Cluster:
+        """Return the cluster of a text such as `64xH100`, `2x8xH100` (nodes, devices on each) or `H100`."""
+        found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+        if found is None:
+            raise UnknownDeviceError(f"{text!r} does not name devices. Write for example 64xH100 or 2x8xH100.")
+        first, second, kind = found.groups()
+        name = self._name(kind)
+        node = self.nodes[name]
+        size = int(first or 1) * int(second or 1)
+        if size < 1:
+            raise UnknownDeviceError(f"{text!r} are no devices: the numbers must be 1 or more.")
+        if second:
+            node = replace(node, devices=int(second))
+        return Cluster(self.devices[name], node, size, self.interval)
+
+    def _name(self, kind: str) -> str:
+        name = self.aliases.get(_plain(kind))
+        if name is None:
+            close = difflib.get_close_matches(_plain(kind), self.aliases, n=5, cutoff=0.5)
+            names = list(dict.fromkeys(self.aliases[alias] for alias in close)) or sorted(self.devices)
+            raise UnknownDeviceError(
+                f"No accelerator is called {kind!r}. {'Close names' if close else 'Known names'}: {', '.join(names)}. "
+                "Another one can be described in a file of the same form as devices.yaml."
+            )
+        return name
+
+
+def cluster(text: str, path: Path | None = None) -> Cluster:
+    """Return the cluster of a text such as `64xH100`, by the devices of this package or of a file."""
+    return load(path or DEVICES).cluster(text)
+
+
+@lru_cache(maxsize=8)
+def load(path: Path = DEVICES) -> Catalogue:
+    """Read a file of devices. One of the user's is added to this package's, whose families and nodes it may name."""
+    import yaml
+
+    data = yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
+    if path != DEVICES:
+        own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        for section in ("devices", "nodes", "families", "interval"):
+            data[section] = {**data[section], **own.get(section, {})}
+        data["context_gib"] = own.get("context_gib", data["context_gib"])
+    try:
+        return _catalogue(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of devices in the form of {DEVICES}: {error!r}") from error
+
+
+def format_of(dtype: str) -> str:
+    """Return the number format of a torch dtype as datasheets name it: `bfloat16` -> `bf16`."""
+    return "fp8" if dtype.startswith("float8") else _FORMATS.get(dtype, dtype)
+
+
+def _catalogue(data: dict[str, Any]) -> Catalogue:
+    families = {name: Efficiency(**factors) for name, factors in data["families"].items()}
+    kinds = {name: _node(entry) for name, entry in data["nodes"].items()}
+    devices, nodes, aliases = {}, {}, {}
+    for name, entry in data["devices"].items():
+        devices[name] = Device(
+            name,
+            memory=int((entry["total_gib"] - data["context_gib"]) * _GIB),
+            peaks={kind: tera * 1e12 for kind, tera in entry["tflops"].items()},
+            bandwidth=entry["gb_s"] * 1e9,
+            efficiency=families[entry["family"]],
+            source=entry["source"],
+        )
+        nodes[name] = kinds[entry["node"]]
+        for alias in (name, *entry.get("names", ())):
+            aliases[_plain(str(alias))] = name
+    return Catalogue(devices, nodes, aliases, Interval(**data["interval"]))
+
+
+def _node(entry: dict[str, Any]) -> Node:
+    return Node(
+        entry["devices"],
+        link=entry["link_gb_s"] * 1e9,
+        link_latency=entry["link_us"] * 1e-6,
+        network=entry["network_gb_s"] * 1e9,
+        network_latency=entry["network_us"] * 1e-6,
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a name without the marks that people write differently."""
+    return re.sub(r"[\s_\-]|nvidia|amd|intel", "", name.lower())
