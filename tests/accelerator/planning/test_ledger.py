@@ -1,0 +1,37 @@
+"""The ledger of communication."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate.accelerator.planning.ledger import extrapolated_ledger, ledger_of, sent_by
+from accelerate.accelerator.planning.trace import Collective
+from tests.accelerator.planning.made import MIB, model
+
+
+def test_it_counts_the_last_step_only() -> None:
+    (row,) = ledger_of(model(3))
+    assert (row.collective, row.axis, row.group, row.calls) == ("all_reduce", "dp_replicate", 4, 3)
+    assert (row.size, row.sent) == (24 * MIB, 24 * MIB * 2 * 3 / 4)
+    assert row.seconds is None
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sent"),
+    [
+        ("all_gather", 4, 75),
+        ("reduce_scatter", 4, 75),
+        ("all_to_all", 4, 75),
+        ("all_reduce", 4, 150),
+        ("send", 2, 100),
+        ("recv", 2, 0),
+        ("all_reduce", 1, 0),
+    ],
+)
+def test_bytes_that_one_rank_sends(name: str, ranks: int, sent: float) -> None:
+    assert sent_by(Collective(0, name, "tp", tuple(range(ranks)), 100, "", "forward", 0)) == sent
+
+
+def test_it_grows_with_the_blocks() -> None:
+    few, more = ledger_of(model(2, sharded=True)), ledger_of(model(3, sharded=True))
+    assert extrapolated_ledger(few, more, 30) == ledger_of(model(32, sharded=True))
