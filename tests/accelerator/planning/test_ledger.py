@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.ledger import extrapolated_ledger, ledger_of, sent_by
+from accelerate.accelerator.planning.ledger import extrapolated_ledger, ledger_of, sent_by, timed
 from accelerate.accelerator.planning.trace import Collective
 from tests.accelerator.planning.made import MIB, model
 
@@ -35,3 +35,8 @@ def test_bytes_that_one_rank_sends(name: str, ranks: int, sent: float) -> None:
 def test_it_grows_with_the_blocks() -> None:
     few, more = ledger_of(model(2, sharded=True)), ledger_of(model(3, sharded=True))
     assert extrapolated_ledger(few, more, 30) == ledger_of(model(32, sharded=True))
+
+
+def test_seconds_that_computation_does_not_wait_for_are_hidden() -> None:
+    (row,) = timed(ledger_of(model(3)), {"all_reduce dp_replicate": 0.5}, {"all_reduce dp_replicate": 0.2})
+    assert (row.seconds, row.hidden) == (0.5, pytest.approx(0.3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .trace import Collective, Trace
@@ -73,3 +73,13 @@ def extrapolated_ledger(a: Sequence[LedgerRow], b: Sequence[LedgerRow], factor: 
 
 def _between(a: float | None, b: float | None, factor: float) -> float | None:
     return None if a is None or b is None else max(0.0, a + factor * (b - a))
+
+
+def timed(rows: Sequence[LedgerRow], seconds: Mapping[str, float], exposed: Mapping[str, float]) -> list[LedgerRow]:
+    """Add the seconds of a `Timing`: its `communication` and its `exposed`, by collective and axis."""
+    found = []
+    for row in rows:
+        key = f"{row.collective} {row.axis}"
+        took = seconds.get(key, 0.0)
+        found.append(replace(row, seconds=took, hidden=max(0.0, took - exposed.get(key, 0.0))))
+    return found

@@ -11,7 +11,7 @@ GROUP = 200 * MIB
 """Device memory that NCCL takes for the buffers of one group of ranks. Nobody measured it for this plan: it is the
 usual size for some dozen channels, and `NCCL_BUFFSIZE` and `NCCL_MAX_NCHANNELS` change it."""
 
-FITS, TIGHT, FULL = "fits", "tight", "does not fit"
+FITS, EXPANDABLE, TIGHT, FULL = "fits", "fits with expandable_segments", "tight", "does not fit"
 """Tight: what is allocated fits, but not what the allocator would hold. It then returns cached memory to the driver and
 asks again, which is slow and can fail."""
 
@@ -27,19 +27,33 @@ class Fit:
     """Of them, what driver and communication library take."""
     allocated: float
     reserved: float
+    expandable: float
+    """What the allocator holds with its default settings, and with expandable_segments."""
     rank: int = 0
 
     @property
+    def available(self) -> float:
+        """Return the bytes that the allocator can have."""
+        return self.capacity - self.libraries
+
+    @property
+    def needed(self) -> float:
+        """Return what the allocator holds, with the settings under which it fits."""
+        return self.reserved if self.reserved <= self.available else min(self.reserved, self.expandable)
+
+    @property
     def margin(self) -> float:
-        """Return the bytes that remain when the allocator holds all that it asks for; negative if they lack."""
-        return self.capacity - self.libraries - self.reserved
+        """Return the bytes that remain; negative if they lack."""
+        return self.available - self.needed
 
     @property
     def verdict(self) -> str:
-        """Return FITS, TIGHT or FULL."""
-        if self.margin >= 0:
+        """Return FITS, EXPANDABLE, TIGHT or FULL."""
+        if self.reserved <= self.available:
             return FITS
-        return TIGHT if self.capacity - self.libraries - self.allocated >= 0 else FULL
+        if self.expandable <= self.available:
+            return EXPANDABLE
+        return TIGHT if self.allocated <= self.available else FULL
 
 
 def libraries_of(context: float, groups: int) -> float:
@@ -54,6 +68,7 @@ def fit_of(memory: Memory, device: str, capacity: float, libraries: float, rank:
         capacity=capacity,
         libraries=libraries,
         allocated=max(memory.total, memory.setup),
-        reserved=min(memory.reserved, memory.expandable),
+        reserved=memory.reserved,
+        expandable=memory.expandable,
         rank=rank,
     )

@@ -101,7 +101,7 @@ def levers_of(trace: Trace, memory: Memory, peaks: Mapping[str, Peaks]) -> list[
             "growing segments",
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             held,
-            "nothing; reserved memory only, the peak of allocated memory stays",
+            "saves reserved memory only",
         )
     )
     return sorted((lever for lever in levers if lever.saves > 0.005 * memory.total), key=lambda lever: -lever.saves)

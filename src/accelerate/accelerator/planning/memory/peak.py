@@ -124,7 +124,8 @@ def memory_of(trace: Trace) -> Memory:
     growing = simulate(order, lives.size, streams, expandable=True)
     names, places = places_of(trace)
     peaks = peaks_by_place(found, places, names)
-    began = int(np.searchsorted(found.tick, trace.steps[0].began)) if trace.steps else 0
+    first = min((allocation.born for allocation in trace.allocations if allocation.phase != SETUP), default=0)
+    began = int(np.searchsorted(found.tick, first))
     return Memory(
         places=_described(trace, lives, found, curves, peaks),
         most={owner: float(curve[began:].max(initial=0)) for owner, curve in zip(OWNERS, curves, strict=True)},
@@ -183,10 +184,10 @@ def _described(
 
 def _moment(trace: Trace, index: int, tick: int) -> Moment:
     allocation = trace.allocations[index]
-    step = bisect_right([step.began for step in trace.steps], tick) - 1
+    step = -1 if allocation.phase == SETUP else bisect_right([step.began for step in trace.steps], tick) - 1
     at = bisect_left(trace.operations, tick, key=lambda operation: operation.tick)
-    operation = trace.operations[at].name if at < len(trace.operations) else ""
-    return Moment(step, SETUP if step < 0 else allocation.phase, allocation.module, operation)
+    known = at < len(trace.operations) and trace.operations[at].tick == tick
+    return Moment(step, allocation.phase, allocation.module, trace.operations[at].name if known else "")
 
 
 def _timeline(

@@ -16,8 +16,6 @@ import numpy as np
 from ..trace import OWNERS, SETUP, Trace
 from .lifetimes import Integers, Lifetimes, block_of, pattern_of
 
-_SETUP_PLACE = SETUP
-
 
 @dataclass
 class Sweep:
@@ -68,14 +66,13 @@ def curves_by_owner(lives: Lifetimes, order: Integers) -> list[Integers]:
 def places_of(trace: Trace) -> tuple[list[str], Integers]:
     """Return names of places, and the place of every allocation."""
     spans = _spans(trace)
-    began = trace.steps[0].began if trace.steps else 0
     numbers: dict[str, int] = {}
-    known: dict[tuple[str, str, bool], int] = {}
+    known: dict[tuple[str, str], int] = {}
     places = []
     for allocation in trace.allocations:
-        key = (allocation.phase, allocation.module, allocation.born < began)
+        key = (allocation.phase, allocation.module)
         if key not in known:
-            name = _SETUP_PLACE if key[2] else f"{key[0]} {_position(key[1], spans)} {pattern_of(key[1])}"
+            name = SETUP if key[0] == SETUP else f"{key[0]} {_position(key[1], spans)} {pattern_of(key[1])}"
             known[key] = numbers.setdefault(name, len(numbers))
         places.append(known[key])
     return list(numbers), np.array(places, dtype=np.int64)
