@@ -22,7 +22,7 @@ def test_a_gather_inside_a_node_takes_its_bytes_over_the_link() -> None:
 
 def test_an_all_reduce_moves_twice_the_bytes_of_a_gather() -> None:
     for ranks in (tuple(range(8)), tuple(range(64))):
-        assert seconds("all_reduce", ranks) == pytest.approx(2 * seconds("all_gather", ranks), rel=0.05)
+        assert seconds("all_reduce", ranks) == pytest.approx(2 * seconds("all_gather", ranks), rel=0.1)
         assert seconds("reduce_scatter", ranks) == pytest.approx(seconds("all_gather", ranks), rel=0.05)
 
 

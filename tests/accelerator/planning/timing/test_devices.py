@@ -82,6 +82,15 @@ def test_a_file_of_the_user_adds_devices(tmp_path: Path) -> None:
     assert cluster("H100", path).device.name == "H100-SXM"
 
 
+def test_a_file_of_the_user_changes_single_values(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("families: {hopper: {attention: 0.75}}\ndevices: {H100-SXM: {gb_s: 3000}}\ncontext_gib: 1.1\n")
+    plain, changed = cluster("H100").device, cluster("H100", path).device
+    assert (changed.efficiency.attention, changed.bandwidth) == (0.75, 3e12)
+    assert changed.efficiency.matmul == plain.efficiency.matmul
+    assert plain.memory - changed.memory == 1 << 29
+
+
 def test_a_file_in_another_form_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("devices:\n  Mine: {family: unknown}\n")

@@ -54,10 +54,10 @@ def _bytes(name: str, size: int, places: _Places) -> tuple[float, float]:
 
 
 def _latency(name: str, places: _Places, cluster: Cluster) -> float:
-    """Return the steps of a ring times their latencies; an all-reduce of many nodes goes by a tree."""
+    """Return the latencies of the steps: of a ring through all ranks, or of a tree over the nodes."""
     inside, between = cluster.node.link_latency, cluster.node.network_latency
     if name in ("send", "recv"):
         return between if places.nodes > 1 else inside
     if name in ("all_reduce", "broadcast", "reduce", "barrier"):
         return 2 * (inside * (places.local - 1) + between * (places.nodes - 1).bit_length())
-    return inside * (places.local - 1) + between * (places.nodes - 1).bit_length()
+    return inside * (places.ranks - places.nodes) + between * (places.nodes - 1)

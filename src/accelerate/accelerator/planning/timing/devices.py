@@ -155,15 +155,13 @@ def cluster(text: str, path: Path | None = None) -> Cluster:
 
 @lru_cache(maxsize=8)
 def load(path: Path = DEVICES) -> Catalogue:
-    """Read a file of devices. One of the user's is added to this package's, whose families and nodes it may name."""
+    """Read a file of devices. A user's is laid over this package's: it adds entries and changes single values."""
     import yaml
 
     data = yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
     if path != DEVICES:
         own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        for section in ("devices", "nodes", "families", "interval"):
-            data[section] = {**data[section], **own.get(section, {})}
-        data["context_gib"] = own.get("context_gib", data["context_gib"])
+        data = _merged(data, own)
     try:
         return _catalogue(data)
     except (KeyError, TypeError, AttributeError) as error:
@@ -173,6 +171,11 @@ def load(path: Path = DEVICES) -> Catalogue:
 def format_of(dtype: str) -> str:
     """Return the number format of a torch dtype as datasheets name it: `bfloat16` -> `bf16`."""
     return "fp8" if dtype.startswith("float8") else _FORMATS.get(dtype, dtype)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _merged(base[name], own[name]) for name in own if isinstance(base.get(name), dict)}
+    return {**base, **own, **both}
 
 
 def _catalogue(data: dict[str, Any]) -> Catalogue:
