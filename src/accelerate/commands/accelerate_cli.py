@@ -12,6 +12,7 @@ from ..config.launch.parser import VERBS, Parser
 MODULE_OF = {
     "estimate-memory": ".models.estimate_memory",
     "merge-weights": ".models.merge_weights",
+    "plan": ".models.plan",
     "report": ".views.report",
     "tpu-config": ".config.tpu",
     "verify-parallel": ".verify.parallel",

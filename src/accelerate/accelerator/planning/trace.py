@@ -61,6 +61,8 @@ class Operation:
     """Whether it is attention that skips the upper half of the scores; `flops` counts them in full."""
     compiled: bool = False
     """Whether it is part of a compiled graph, where the compiler fuses elementwise operations."""
+    recomputed: bool = False
+    """Whether it repeats work of the forward pass, by activation checkpointing."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ VERBS = {
     "estimate-memory": "estimate the memory of a model without loading it",
     "launch": "start a script on one process or many",
     "merge-weights": "merge a sharded checkpoint into plain model files",
+    "plan": "tell what a training run takes: memory, communication, time",
     "report": "show logged runs as an HTML page, or live in the terminal",
     "to-fsdp2": "convert a configuration file from FSDP1 to FSDP2",
     "verify-parallel": "check that a script computes the same on many processes as on one",

@@ -57,9 +57,9 @@ def run_forked(world: World, seconds: float) -> Failure | None:
             if not ended:
                 continue
             del running[pid]
-            code = os.waitstatus_to_exitcode(status)
-            if code != 0:
-                failures.append(Failure(rank=rank, reason=f"ended with exit code {code}", log=_log(world, rank)))
+            reason = _reason(os.waitstatus_to_exitcode(status))
+            if reason:
+                failures.append(Failure(rank=rank, reason=reason, log=_log(world, rank)))
                 deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
         time.sleep(0.02)
     for pid in running:
@@ -71,6 +71,36 @@ def run_forked(world: World, seconds: float) -> Failure | None:
         rank = min(running.values())
         return Failure(rank=rank, reason=f"had not ended after {seconds:.0f} s", log=_log(world, rank))
     return None
+
+
+def run_several(worlds: Sequence[World], seconds: float, at_once: int) -> list[Failure | None]:
+    """Run worlds of one process each, some at once, and return the failure of each. No threads, as above."""
+    results: list[Failure | None] = [None] * len(worlds)
+    waiting, running = list(range(len(worlds)))[::-1], dict[int, tuple[int, float]]()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            index = waiting.pop()
+            worlds[index].folder.mkdir(parents=True, exist_ok=True)
+            running[_fork(worlds[index], 0)] = index, time.monotonic() + seconds
+        for pid, (index, deadline) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and time.monotonic() < deadline:
+                continue
+            if not ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            del running[pid]
+            reason = _reason(os.waitstatus_to_exitcode(status)) if ended else f"had not ended after {seconds:.0f} s"
+            if reason:
+                results[index] = Failure(rank=0, reason=reason, log=_log(worlds[index], 0))
+        time.sleep(0.02)
+    return results
+
+
+def _reason(code: int) -> str:
+    return "" if code == 0 else f"ended with exit code {code}"
 
 
 def _log(world: World, rank: int) -> str:

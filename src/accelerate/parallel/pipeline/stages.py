@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.collectives.nested import tensors_of
 from ...runtime.modules import owner_of
 from ..modules.placeholder import Placeholder
 from .cutting import CannotCutError, Partition
-from .tracing import MetaModel, StageBoundary
+from .tracing import MetaModel, StageBoundary, is_placeholder
 
 
 class StageExit(Placeholder):
@@ -136,7 +135,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
     for key, value in vars(source).items():
-        if key.startswith("_") or key == "forward" or isinstance(value, FakeTensor):
+        if key.startswith("_") or key == "forward" or is_placeholder(value):
             continue
         if vars(target).get(key) is not value:
             target.__dict__[key] = value

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -52,7 +53,7 @@ class StageBoundary:
 
         def put(leaf: Tensor) -> Tensor:
             name = next(names)
-            if name not in by_name and isinstance(leaf, FakeTensor) and not isinstance(leaf, nn.Parameter):
+            if name not in by_name and is_placeholder(leaf) and not isinstance(leaf, nn.Parameter):
                 raise self._differs(f"argument {name} comes from an earlier stage now, and did not then")
             return by_name.pop(name, leaf)
 
@@ -88,6 +89,11 @@ class Trace:
     """State that the forward pass changes on every stage, because its new value depends only on the inputs."""
 
 
+def is_placeholder(tensor: Any) -> bool:
+    """Return whether a tensor has no data because another stage has it, and not because nothing has in this run."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is not detect_fake_mode()
+
+
 class MetaModel:
     """A copy of a model with fake parameters: they have a shape, a dtype and a device, but no data.
 
@@ -98,7 +104,7 @@ class MetaModel:
     def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
         self.partition = partition
         self._device = device
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         copies: dict[int, Any] = {}
         self._names: dict[int, str] = {}
 
@@ -222,22 +228,22 @@ class _StageTracer(TorchFunctionMode):
         made = tensors_of(args[0] if func is Tensor.__setitem__ else result)
         if not made:
             return result
-        drawn = not torch.equal(generator, self._generator_state())
+        drawn = generator != self._generator_state()
         taken = [leaf for leaf in tensors_of((args, kwargs)) if self._is_stage_local(leaf)]
         for leaf in taken:
             self._record_use(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
-            if id(leaf) not in self._names and (drawn or taken or isinstance(leaf, FakeTensor)):
+            if id(leaf) not in self._names and (drawn or taken or is_placeholder(leaf)):
                 leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
         return result
 
-    def _generator_state(self) -> Tensor:
-        state = torch.get_rng_state()
-        return state if self._device.type == "cpu" else torch.cat([state, get_device_rng_state(self._device)])
+    def _generator_state(self) -> bytes:
+        state = torch.get_rng_state().numpy().tobytes()
+        return state if self._device.type == "cpu" else state + get_device_rng_state(self._device).numpy().tobytes()
 
     def _is_stage_local(self, tensor: Tensor) -> bool:
         """Return whether a tensor can only be computed in its stage."""
-        return isinstance(tensor, FakeTensor) or hasattr(tensor, "_made_in_stage")
+        return is_placeholder(tensor) or id(tensor) in self._names or hasattr(tensor, "_made_in_stage")
 
     def _record_use(self, tensor: Tensor, operation: str) -> None:
         name = self._names.get(id(tensor))

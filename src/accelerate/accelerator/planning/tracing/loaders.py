@@ -1,0 +1,66 @@
+"""Let a script read its real data, and give it batches without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from .recorder import Recorder
+
+
+class Batches:
+    """What a script's loaders gave since the last step."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.tokens = 0
+
+    def count(self, batch: Any) -> None:
+        """Count samples, the rows of the first tensor, and tokens, the elements of the largest of whole numbers."""
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        self.samples += tensors[0].shape[0] if tensors else 0
+        whole = [t.numel() for t in tensors if t.dim() > 1 and t.dtype in (torch.int64, torch.int32)]
+        self.tokens += max(whole, default=0)
+
+    def take(self) -> tuple[int, int]:
+        """Return samples and tokens, and begin again."""
+        taken = self.samples, self.tokens
+        self.samples = self.tokens = 0
+        return taken
+
+
+def give_batches_without_data(recorder: Recorder, batches: Batches) -> None:
+    """Read data as usual, in this process; hand out tensors of the same shapes."""
+    plain_init, plain_iter = DataLoader.__init__, DataLoader.__iter__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs |= {"num_workers": 0, "pin_memory": False, "persistent_workers": False}
+        for name in ("prefetch_factor", "multiprocessing_context"):
+            kwargs.pop(name, None)
+        plain_init(self, *args[:5], **kwargs)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        with recorder.muted(), unset_fake_temporarily():
+            iterator = plain_iter(self)
+        while True:
+            try:
+                with recorder.muted(), unset_fake_temporarily():
+                    batch = next(iterator)
+            except StopIteration:
+                return
+            batches.count(batch)
+            yield tree_map(_without_data, batch)
+
+    DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
+
+
+def _without_data(leaf: Any) -> Any:
+    if type(leaf) is not Tensor and not isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)

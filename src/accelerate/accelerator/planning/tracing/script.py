@@ -1,0 +1,207 @@
+"""Run a script as one rank of a planned world, in a process of its own: `trace_script`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ....errors import UnsupportedSettingError
+from ....runtime.group.runtime import Runtime
+from ... import Accelerator
+from ..trace import BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
+from .groups import axes_of, open_groups_without_connections
+from .kernels import use_accelerator_kernels
+from .loaders import Batches, give_batches_without_data
+from .models import Truncation, convert_modules_without_data
+from .recorder import Recorder
+from .replicas import replace_ddp
+from .strategies import watch_strategies
+from .values import Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Which rank of which world is traced, and how much of it."""
+
+    rank: int
+    world_size: int
+    output: Path
+    steps: int = 2
+    blocks: int | None = None
+    """Repeated blocks of each pipeline stage; None traces all of them."""
+    on_accelerators: bool = True
+    """Whether kernels are chosen as on a GPU; otherwise as on the CPU of this machine."""
+
+
+def trace_script(request: Request) -> None:
+    """Make this process trace the script that it is going to run. It ends after the last step."""
+    torch.autograd.set_multithreading_enabled(False)
+    trace = Trace(
+        rank=request.rank,
+        world_size=request.world_size,
+        axes={},
+        parameters=0,
+        trained_parameters=0,
+        blocks=0,
+        all_blocks=0,
+    )
+    values = Values(trace.guesses)
+    recorder = Recorder(trace, values, lambda ranks: axes_of(ranks, trace.axes))
+    script = Script(request, recorder)
+    open_groups_without_connections(request.rank, request.world_size)
+    replace_ddp(recorder)
+    watch_strategies(recorder, values)
+    give_batches_without_data(recorder, script.batches)
+    if request.on_accelerators:
+        use_accelerator_kernels()
+    convert_modules_without_data()
+    script.watch()
+    FakeTensorMode(allow_non_fake_inputs=True).__enter__()
+    recorder.__enter__()
+
+
+class Script:
+    """The script of this process: its models, its phases and its steps."""
+
+    def __init__(self, request: Request, recorder: Recorder) -> None:
+        self.batches = Batches()
+        self._request = request
+        self._recorder = recorder
+        self._trace = recorder.trace
+        self._truncation = Truncation(request.blocks)
+        self._models: list[nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._running: list[str] = []
+        self._in_backward = ""
+        self._passes = 0
+        self._began = 0
+        recorder.module = self._module
+
+    def watch(self) -> None:
+        """Learn of models, passes and optimizer steps."""
+        plain_prepare, plain_backward = Accelerator._prepare_bundle, torch.autograd.backward
+        script = self
+
+        def prepare_bundle(self: Any, models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
+            script._before_prepare(self, models, optimizers)
+            bundle = plain_prepare(self, models, optimizers, *args, **kwargs)
+            script._after_prepare(bundle.models)
+            return bundle
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            plain_backward(*args, **kwargs)
+            script._after_backward()
+
+        Accelerator._prepare_bundle = prepare_bundle  # type: ignore[method-assign]
+        torch.autograd.backward = backward
+        torch.compile = _not_compiled
+        torch.amp.GradScaler._maybe_opt_step = lambda self, optimizer, *args, **kwargs: optimizer.step()  # type: ignore[method-assign]
+        Runtime.wait_for_first = lambda self, store, counter: None  # type: ignore[method-assign]
+        register_optimizer_step_post_hook(self._after_step)
+        nn_module.register_module_forward_pre_hook(self._enter_module)
+        nn_module.register_module_forward_hook(self._leave_module, always_call=True)
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def _before_prepare(self, accelerator: Any, models: list[nn.Module], optimizers: list[Any]) -> None:
+        if accelerator.settings.deepspeed is not None:
+            raise UnsupportedSettingError(
+                "accelerate plan with DeepSpeed",
+                "its engine needs devices.",
+                "Plan the script with --use_fsdp: stage 3 shards as FSDP does, stage 2 as reshard_after_forward=False.",
+            )
+        if not self._trace.axes and self._trace.world_size > 1:
+            mesh = getattr(accelerator.strategy, "mesh", None)
+            self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)
+        for model in models:
+            self._trace.parameters += sum(param.numel() for param in model.parameters())
+            self._trace.trained_parameters += sum(p.numel() for p in model.parameters() if p.requires_grad)
+            self._truncation.apply(model)
+        self._truncation.forget(optimizers)
+        self._trace.blocks, self._trace.all_blocks = self._truncation.kept, self._truncation.found
+
+    def _after_prepare(self, models: list[nn.Module]) -> None:
+        for model in models:
+            self._models.append(model)
+            self._names |= {id(module): name for name, module in model.named_modules()}
+            for tensor in _tensors(model):
+                self._recorder.claim(tensor, WEIGHTS)
+
+    # --- phases -----------------------------------------------------------------------------------------------------
+
+    def _module(self) -> tuple[str, bool]:
+        if self._running:
+            return self._running[-1], True
+        return (self._in_backward, False) if torch._C._current_autograd_node() is not None else ("", False)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        self._running.append(name if name is not None else self._running[-1] if self._running else "")
+        if name is not None and torch._C._current_autograd_node() is None and self._recorder.phase != FORWARD:
+            self._recorder.phase = FORWARD
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._enter_backward(name))  # type: ignore[no-untyped-call]
+                return
+
+    def _enter_backward(self, name: str) -> None:
+        self._in_backward = name
+
+    def _after_backward(self) -> None:
+        for model in self._models:
+            for param in model.parameters():
+                if param.grad is not None:
+                    self._recorder.claim(param.grad, GRADIENTS)
+        self._passes += 1
+        self._in_backward = ""
+        self._recorder.phase = UPDATE
+
+    def _after_step(self, optimizer: Any, *args: Any) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._recorder.claim(value, OPTIMIZER)
+        if self._recorder.phase not in (UPDATE, BACKWARD):
+            return  # a second optimizer of the same step
+        samples, tokens = self.batches.take()
+        self._trace.steps.append(
+            Step(began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes)
+        )
+        self._began, self._passes = self._recorder.tick, 0
+        self._recorder.phase = FORWARD
+        if len(self._trace.steps) == self._request.steps:
+            self.end()
+
+    def end(self) -> None:
+        """Write the trace and end this process."""
+        self._recorder.finish()
+        self._trace.save(self._request.output)
+        os._exit(0)
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+def _tensors(model: nn.Module) -> Iterable[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    return model if model is not None else lambda function: function

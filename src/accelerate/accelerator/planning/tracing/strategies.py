@@ -1,0 +1,158 @@
+"""Record strategies as they run on devices.
+
+Of FSDP2: what is gathered, on which stream, and when computation waits for it. Of pipelines: a stage runs its own
+blocks only. Of split sequences: no check of positions, which needs numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_groups
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from ....parallel.mesh.context import documents, sequences, sharding
+from ....parallel.mesh.context.positions import PositionCheck
+from ....parallel.pipeline import schedules, stages, tracing
+from ..trace import COMMUNICATION, GATHERED, Collective
+from .recorder import Recorder
+from .replicas import REDUCE_STREAM
+from .values import Values
+
+GATHER_STREAM = "gather"
+
+
+def watch_strategies(recorder: Recorder, values: Values) -> None:
+    """Label memory and collectives, and keep out of the record what does not happen on a device."""
+    _keep_positions_real()
+    _mute_sharding_propagation(recorder)
+    _label(recorder, param_groups, "foreach_all_gather", stream=GATHER_STREAM, owner=COMMUNICATION)
+    _label(recorder, param_groups, "foreach_reduce", stream=REDUCE_STREAM, owner=COMMUNICATION)
+    _label(recorder, FSDPParam, "alloc_all_gather_outputs", owner=GATHERED)
+    _label(recorder, FSDPParam, "init_unsharded_param", owner=GATHERED)
+    _note_waits(recorder)
+    _watch_stages(recorder, values)
+    PositionCheck.check = lambda self, model, args, kwargs: None  # type: ignore[method-assign]
+
+
+def _label(recorder: Recorder, place: Any, name: str, **labels: str) -> None:
+    plain: Callable[..., Any] | None = getattr(place, name, None)
+    if plain is None:
+        return
+
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with recorder.labelled(**labels):
+            return plain(*args, **kwargs)
+
+    setattr(place, name, labelled)
+
+
+def _note_waits(recorder: Recorder) -> None:
+    """Note where computation waits for the gather of a group."""
+    group_class = param_groups.FSDPParamGroup
+    plain_unshard, plain_wait = group_class.unshard, group_class.wait_for_unshard
+    issued: dict[int, list[Collective]] = {}
+
+    def unshard(self: Any, *args: Any, **kwargs: Any) -> None:
+        count = len(recorder.trace.collectives)
+        plain_unshard(self, *args, **kwargs)
+        issued.setdefault(id(self), []).extend(recorder.trace.collectives[count:])
+
+    def wait_for_unshard(self: Any) -> None:
+        recorder.wait(issued.pop(id(self), []))
+        plain_wait(self)
+
+    group_class.unshard, group_class.wait_for_unshard = unshard, wait_for_unshard  # type: ignore[method-assign]
+
+
+def _watch_stages(recorder: Recorder, values: Values) -> None:
+    """Record nothing of a stage before its first block: other stages have computed it."""
+    plain_run, plain_receive = stages.StageView._run, stages.StageView._receive
+    plain_trace = tracing.MetaModel.trace
+
+    def run(self: Any, *args: Any) -> Any:
+        if self.index == 0:
+            return plain_run(self, *args)
+        self._before_first_block = ExitStack()
+        with self._before_first_block:
+            self._before_first_block.enter_context(recorder.muted())
+            return plain_run(self, *args)
+
+    def receive(self: Any, *args: Any) -> Any:
+        if self._received is not None:
+            self._before_first_block.close()
+        return plain_receive(self, *args)
+
+    def numbered(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def first(*args: Any, **kwargs: Any) -> Any:
+            with values.standing_for(0):  # the first micro-batch stands for all: their shapes are equal
+                return plain(*args, **kwargs)
+
+        return first
+
+    def trace(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with recorder.muted():
+            return plain_trace(self, *args, **kwargs)
+
+    stages.StageView._run, stages.StageView._receive = run, receive  # type: ignore[method-assign, assignment]
+    for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._Plan, "_finish")):
+        setattr(place, name, numbered(getattr(place, name)))
+    tracing.MetaModel.trace = trace  # type: ignore[method-assign]
+    tracing._StageTracer._generator_state = lambda self: b""  # type: ignore[method-assign]
+
+
+def _mute_sharding_propagation(recorder: Recorder) -> None:
+    """DTensor runs every operator once on the global shape, to learn the shape of the result. No device does this."""
+    for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
+        plain = getattr(ShardingPropagator, name, None)
+        if plain is None:
+            continue
+
+        def muted(*args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
+            with recorder.muted():
+                return _plain(*args, **kwargs)
+
+        setattr(ShardingPropagator, name, muted)
+
+
+def _keep_positions_real() -> None:
+    """Let ranks of meshes and positions of sequences be real tensors: they are read as numbers."""
+    for name in ("__init__", "_concatenate", "_flatten", "__getitem__", "get_coordinate", "_get_all_submeshes",
+                 "_init_process_groups", "_unflatten"):  # fmt: skip
+        _keep_real(DeviceMesh, name)
+    for place in (device_mesh, torch.distributed):
+        _keep_real(place, "init_device_mesh")
+    for place in (sharding, sequences):
+        for name in ("contiguous", "head_tail"):
+            _keep_real(place, name)
+        if hasattr(place, "positions_among"):
+            setattr(place, "positions_among", lambda buffers, dims: None)  # noqa: B010 - it is not exported
+    for name in ("inverse", "is_in_order"):
+        getter = cached_property(_real(vars(sharding.Sharding)[name].func))
+        getter.__set_name__(sharding.Sharding, name)
+        setattr(sharding.Sharding, name, getter)
+    _keep_real(documents.Documents, "_new_plan")
+
+
+def _keep_real(place: Any, name: str) -> None:
+    plain = vars(place).get(name)
+    if isinstance(plain, (staticmethod, classmethod)):
+        setattr(place, name, type(plain)(_real(plain.__func__)))
+    elif plain is not None:
+        setattr(place, name, _real(plain))
+
+
+def _real(function: Callable[..., Any]) -> Callable[..., Any]:
+    def real(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return real
