@@ -4,9 +4,16 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from accelerate.accelerator.planning.timing.pipelines import Action, Stage, order_of, replay, stage_of
+from accelerate.accelerator.planning.timing.pipelines import (
+    Action,
+    Stage,
+    order_of,
+    replay,
+    stage_of,
+    time_pipeline,
+)
 from accelerate.accelerator.planning.timing.step import Timing
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD
+from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, UPDATE, Trace
 
 
 def letters(order: list[Action]) -> str:
@@ -77,3 +84,16 @@ def test_an_unknown_schedule_is_refused() -> None:
 def test_a_stage_takes_its_part_of_the_rank() -> None:
     timing = Timing(phases={FORWARD: 8.0, BACKWARD: 16.0})
     assert stage_of(timing, microbatches=4, per_rank=2) == Stage(1.0, 2.0)
+
+
+def test_a_pipeline_is_timed_from_few_of_its_microbatches() -> None:
+    phases = {FORWARD: 2.0, BACKWARD: 4.0, UPDATE: 0.5}
+    timings = [
+        Timing(6.5, phases, calls={"send pp": 4, "recv pp": 4}, communication={"send pp": 0.4}) for _ in range(4)
+    ]
+    trace = Trace(0, 4, {"pp": 4}, 0, 0, 1, 1, stages=4, schedule="1f1b", microbatches=2, all_microbatches=8)
+    found = time_pipeline(timings, trace)
+    assert found.seconds == pytest.approx(replay("1f1b", [Stage(1.0, 2.0)] * 4, 4, 8, 0.1).seconds + 0.5)
+    assert found.mean.phases[FORWARD] == pytest.approx(8.0)
+    trace.schedule, trace.stages = "interleaved", 8
+    assert time_pipeline(timings, trace).seconds < found.seconds

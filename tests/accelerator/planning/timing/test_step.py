@@ -99,6 +99,13 @@ def test_gradients_are_reduced_after_they_are_computed_and_beside_what_follows()
     assert hidden.calls == {"reduce_scatter dp_shard": 1}
 
 
+def test_the_optimizer_waits_for_gradients() -> None:
+    timing = timed(matmul(10, BACKWARD), reduce(11, None), matmul(12, UPDATE))
+    assert timing.exposed["reduce_scatter dp_shard"] == pytest.approx(collective_seconds(reduce(0, None), H100))
+    assert timing.phases[BACKWARD] < timing.seconds - timing.phases[UPDATE] * 0.99
+    assert timing.phases[UPDATE] > ONE
+
+
 def test_computation_beside_a_collective_is_slower() -> None:
     alone = timed(matmul(10, BACKWARD), matmul(12, BACKWARD))
     beside = timed(matmul(10, BACKWARD), reduce(11, 13), matmul(12, BACKWARD))

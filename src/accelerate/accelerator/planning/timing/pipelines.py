@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..trace import BACKWARD, FORWARD
+from ..trace import BACKWARD, FORWARD, UPDATE, Trace
+from .depth import combined
 from .step import Timing
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
@@ -46,6 +47,16 @@ class Replay:
         return 1 - sum(self.busy) / total if total else 0.0
 
 
+@dataclass(frozen=True)
+class PipelineTiming:
+    """The step of a whole pipeline."""
+
+    seconds: float
+    replay: Replay
+    mean: Timing
+    """The mean of its ranks, over all micro-batches; it does not say how long the step takes."""
+
+
 def replay(schedule: str, stages: Sequence[Stage], ranks: int, microbatches: int, message: float = 0.0) -> Replay:
     """Replay a schedule.
 
@@ -79,6 +90,25 @@ def replay(schedule: str, stages: Sequence[Stage], ranks: int, microbatches: int
         microbatches * sum(stage.forward + stage.backward for stage in stages[rank::ranks]) for rank in range(ranks)
     )
     return Replay(max(clocks), busy, tuple(map(_most_in_flight, orders)))
+
+
+def time_pipeline(timings: Sequence[Timing], trace: Trace) -> PipelineTiming:
+    """Return the step of a whole pipeline, from what each of its ranks does in its traced micro-batches.
+
+    Args:
+        timings: One of each rank of a pipeline, in their order.
+        trace: Of any of these ranks.
+    """
+    ranks, traced, count = len(timings), trace.microbatches, trace.all_microbatches
+    per_rank = max(1, trace.stages // ranks)
+    own = [stage_of(timing, traced, per_rank) for timing in timings]
+    sent = [(name, timing) for timing in timings for name in timing.calls if name.partition(" ")[0] == "send"]
+    calls = sum(timing.calls[name] for name, timing in sent)
+    message = sum(timing.communication[name] for name, timing in sent) / calls if calls else 0.0
+    replayed = replay(trace.schedule or ONE_F_ONE_B, own * per_rank, ranks, count, message)
+    update = max(timing.phases.get(UPDATE, 0.0) for timing in timings)
+    mean = combined([(count / traced / ranks, timing) for timing in timings])
+    return PipelineTiming(replayed.seconds + update, replayed, mean)
 
 
 def stage_of(timing: Timing, microbatches: int, per_rank: int = 1) -> Stage:

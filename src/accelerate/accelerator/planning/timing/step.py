@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from operator import attrgetter
 
-from ..trace import BACKWARD, FORWARD, MAIN_STREAM, Collective, Operation, Trace
+from ..trace import BACKWARD, FORWARD, MAIN_STREAM, UPDATE, Collective, Operation, Trace
 from .collectives import collective_seconds
 from .devices import Cluster, format_of
 from .roofline import LATENCY, estimate
@@ -23,7 +23,7 @@ class Timing:
 
     seconds: float = 0.0
     phases: Sums = field(default_factory=dict)
-    """Phase -> seconds of the main stream, waiting included."""
+    """Phase -> seconds of the main stream, waiting included; waiting for the last gradients belongs to the update."""
     kinds: Sums = field(default_factory=dict)
     """Kind of operation -> seconds in which it computes."""
     bounds: Sums = field(default_factory=dict)
@@ -64,6 +64,8 @@ def time_step(trace: Trace, cluster: Cluster, step: int = -1) -> Timing:
     simulation = _Simulation(cluster)
     for event in sorted(events, key=attrgetter("tick")):
         simulation.wait_until(event.tick)
+        if event.phase == UPDATE:
+            simulation.wait_for_gradients()
         if isinstance(event, Collective):
             simulation.communicate(event)
         else:
@@ -128,9 +130,21 @@ class _Simulation:
         """Let the main stream wait for what is needed up to a tick."""
         while self._pending and self._pending[0][0] <= tick:
             _, _, collective, end = heappop(self._pending)
-            _add(self._timing.exposed, key_of(collective), max(0.0, end - self._main))
-            self._advance(max(self._main, end), collective.phase)
-            self._consumed[collective.stream] = self._main
+            self._wait(collective, end, UPDATE if tick == inf else collective.phase)
+
+    def wait_for_gradients(self) -> None:
+        """Let the optimizer wait for every reduction, whether or not the trace says so."""
+        waited = [item for item in self._pending if item[2].phase == BACKWARD]
+        if waited:
+            self._pending = [item for item in self._pending if item[2].phase != BACKWARD]
+            heapify(self._pending)
+            for _, _, collective, end in waited:
+                self._wait(collective, end, UPDATE)
+
+    def _wait(self, collective: Collective, end: float, phase: str) -> None:
+        _add(self._timing.exposed, key_of(collective), max(0.0, end - self._main))
+        self._advance(max(self._main, end), phase)
+        self._consumed[collective.stream] = self._main
 
     def finish(self) -> Timing:
         """Wait for everything, the host too, and return the timing."""
