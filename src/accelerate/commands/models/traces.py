@@ -6,13 +6,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...accelerator.planning.plan import Part
 from ...accelerator.planning.trace import Trace, read_trace
 from ...accelerator.planning.tracing.script import Request, trace_script
 from ...config.launch.files import find_config
@@ -31,14 +31,6 @@ class PlanError(ValueError):
     The message names the line of the script. Lines that need the numbers of a tensor can be left out of the first two
     steps, or written without them.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One trace that is wanted: a rank, and how many repeated blocks of the model."""
-
-    rank: int
-    blocks: int | None
 
 
 class Traces:

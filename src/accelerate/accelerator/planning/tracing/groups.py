@@ -110,12 +110,13 @@ def axes_of(ranks: tuple[int, ...], sizes: dict[str, int]) -> str:
     """Return the axes of a mesh, in row-major order, along which the ranks of a group differ."""
     if not sizes:
         return "world"
-    coordinates = [_coordinates(rank, tuple(sizes.values())) for rank in ranks]
+    coordinates = [coordinates_of(rank, tuple(sizes.values())) for rank in ranks]
     spanned = [name for axis, name in enumerate(sizes) if len({coordinate[axis] for coordinate in coordinates}) > 1]
     return " x ".join(spanned) or "one rank"
 
 
-def _coordinates(rank: int, sizes: tuple[int, ...]) -> list[int]:
+def coordinates_of(rank: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the position of a rank along every axis, in row-major order."""
     result = []
     for size in reversed(sizes):
         result.append(rank % size)

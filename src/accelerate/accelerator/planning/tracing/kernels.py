@@ -5,12 +5,14 @@ Attention, autocast and optimizers take other code paths on a GPU than on a CPU,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 _LARGEST_FLASH_HEAD = 256
@@ -28,11 +30,8 @@ _IN_FP32 = {
 def use_accelerator_kernels() -> None:
     """Run what follows as on a GPU: fused attention, optimizers over lists of tensors, a GPU's autocast."""
     F.scaled_dot_product_attention = _attention
-    torch.optim.optimizer._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]  # type: ignore[attr-defined]
-    for name in ("adam", "adamw", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"):
-        module = getattr(torch.optim, f"_{name}", None) or getattr(torch.optim, name)
-        if hasattr(module, "_get_foreach_kernels_supported_devices"):
-            module._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
+    optimizers: Any = sys.modules[Optimizer.__module__]
+    optimizers._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
     AcceleratorAutocast().__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
 
 

@@ -20,14 +20,14 @@ class Truncation:
         self.found = 0
         self._dropped: dict[int, Tensor] = {}
 
-    def apply(self, model: nn.Module) -> None:
-        """Shorten the model's longest list of equal blocks."""
+    def apply(self, model: nn.Module, stages: int = 1) -> None:
+        """Shorten the model's longest list of equal blocks; each stage of a pipeline keeps as many."""
         longest = max(_block_lists(model), key=len, default=None)
         if longest is None:
             return
         self.found = max(self.found, len(longest))
         period = _period([_signature(block) for block in longest.children()])
-        wanted = len(longest) if self._wanted is None else min(len(longest), self._wanted * period)
+        wanted = len(longest) if self._wanted is None else min(len(longest), self._wanted * period * stages)
         self.kept = max(self.kept, wanted)
         if wanted == len(longest):
             return

@@ -18,7 +18,7 @@ from ....errors import UnsupportedSettingError
 from ....runtime.group.runtime import Runtime
 from ... import Accelerator
 from ..trace import BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
-from .groups import axes_of, open_groups_without_connections
+from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .kernels import use_accelerator_kernels
 from .loaders import Batches, give_batches_without_data
 from .models import Truncation, convert_modules_without_data
@@ -122,12 +122,21 @@ class Script:
         if not self._trace.axes and self._trace.world_size > 1:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)
+            self._note_pipeline(accelerator)
         for model in models:
             self._trace.parameters += sum(param.numel() for param in model.parameters())
             self._trace.trained_parameters += sum(p.numel() for p in model.parameters() if p.requires_grad)
-            self._truncation.apply(model)
+            self._truncation.apply(model, self._trace.stages)
         self._truncation.forget(optimizers)
         self._trace.blocks, self._trace.all_blocks = self._truncation.kept, self._truncation.found
+
+    def _note_pipeline(self, accelerator: Any) -> None:
+        trace, ranks = self._trace, self._trace.axes.get("pp", 1)
+        if ranks > 1:
+            config = accelerator.settings.parallelism.pp_handler
+            trace.schedule = config.schedule
+            trace.stages = ranks * (config.stages_per_rank if config.schedule == "interleaved" else 1)
+            trace.stage = coordinates_of(trace.rank, tuple(trace.axes.values()))[list(trace.axes).index("pp")]
 
     def _after_prepare(self, models: list[nn.Module]) -> None:
         for model in models:
@@ -179,6 +188,7 @@ class Script:
         if self._recorder.phase not in (UPDATE, BACKWARD):
             return  # a second optimizer of the same step
         samples, tokens = self.batches.take()
+        self._trace.microbatches = self._trace.all_microbatches = self._passes if self._trace.stages > 1 else 1
         self._trace.steps.append(
             Step(began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes)
         )

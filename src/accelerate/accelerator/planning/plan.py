@@ -1,0 +1,201 @@
+"""Plan a run from traces of some of its ranks: `plan_run`.
+
+[Note: few blocks] Tracing takes a second per block and micro-batch. A deep model is therefore traced twice, with few of
+its repeated blocks and with some more. Memory, communication and time grow with every block by the same amount, so two
+points give the line on which the whole model lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+
+from .ledger import extrapolated_ledger, ledger_of, timed
+from .memory.depth import along, extrapolated
+from .memory.fit import Fit, fit_of, libraries_of
+from .memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
+from .memory.peak import Memory, memory_of
+from .result import Cost, Plan, RankPlan
+from .timing.devices import Catalogue, Cluster
+from .timing.pipelines import Replay, replay, stage_of
+from .timing.rates import Rates, rates
+from .timing.step import Timing, time_step
+from .trace import UPDATE, Trace
+
+FEW, MORE = 3, 5
+"""Repeated blocks of the two traces of a deep model, or of each of a pipeline's stages."""
+_ALL_STAGES = 4
+"""The longest pipeline whose stages are all traced; in a longer one the second stands for those in the middle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One trace that is wanted: a rank, and how many repeated blocks of the model, or of a stage."""
+
+    rank: int
+    blocks: int | None
+
+
+Tracer = Callable[[Sequence[Part]], list[Trace]]
+
+
+def plan_run(
+    tracer: Tracer, script: str, cluster: Cluster | None, name: str = "", catalogue: Catalogue | None = None
+) -> Plan:
+    """Trace the ranks that differ, and compute what the run takes on a cluster, or on no devices in particular."""
+    first = Depths.of_rank(tracer, 0)
+    trace = first.larger
+    depths = [first, *(Depths.of_rank(tracer, rank) for rank in _other_ranks(trace))]
+    ranks = [_rank_plan(depth, cluster) for depth in depths]
+    plan = Plan(
+        script=script,
+        cluster=name,
+        world_size=trace.world_size,
+        axes=trace.axes,
+        parameters=trace.parameters,
+        trained_parameters=trace.trained_parameters,
+        ranks=ranks,
+        blocks=trace.blocks,
+        all_blocks=trace.all_blocks,
+        schedule=trace.schedule,
+        microbatches=trace.microbatches,
+        guesses=list(dict.fromkeys(guess for depth in depths for guess in depth.larger.guesses)),
+    )
+    loaders = trace.world_size // _same_samples(trace)
+    plan.samples, plan.tokens = trace.steps[-1].samples * loaders, trace.steps[-1].tokens * loaders
+    largest = depths[ranks.index(plan.largest)]
+    plan.levers = largest.levers(plan.largest.memory)
+    if cluster is not None:
+        plan.fits = _fits(plan, cluster, catalogue)
+        plan.rates, plan.bubble = _rates(plan, depths, cluster)
+    return plan
+
+
+def cost_of(plan: Plan, *, steps: int | None, tokens: int | None, price: float | None) -> Cost | None:
+    """Return what a run of so many steps, or of so many tokens, takes."""
+    if plan.rates is None or (steps is None and tokens is None):
+        return None
+    if steps is None:
+        assert tokens is not None
+        if not plan.tokens:
+            raise ValueError("the script's batches have no tokens to count: give --steps instead of --tokens.")
+        steps = ceil(tokens / plan.tokens)
+    hours = [seconds * steps / 3600 for seconds in (plan.rates.seconds, plan.rates.low, plan.rates.high)]
+    return Cost(steps, tokens or steps * plan.tokens, *hours, devices=plan.world_size, price=price)
+
+
+@dataclass(frozen=True)
+class Depths:
+    """The traces of one rank: with fewer and with more blocks; both are the same if it has few."""
+
+    smaller: Trace
+    larger: Trace
+
+    @classmethod
+    def of_rank(cls, tracer: Tracer, rank: int) -> Depths:
+        """Trace a rank."""
+        few, more = tracer([Part(rank=rank, blocks=FEW), Part(rank=rank, blocks=MORE)])
+        return cls(more if few.blocks == more.blocks else few, more)
+
+    @property
+    def factor(self) -> float:
+        """Where the whole model is on the line from the smaller trace (0) to the larger (1)."""
+        if self.smaller is self.larger:
+            return 1.0
+        stages = self.larger.stages
+        whole = ceil(self.larger.all_blocks / stages) * stages
+        return (whole - self.smaller.blocks) / (self.larger.blocks - self.smaller.blocks)
+
+    def memory(self) -> Memory:
+        """Return the memory of the whole model."""
+        larger = memory_of(self.larger)
+        if self.smaller is self.larger:
+            return larger
+        smaller = memory_of(self.smaller)
+        return extrapolated(smaller, larger, round(smaller.blocks + self.factor * (larger.blocks - smaller.blocks)))
+
+    def levers(self, memory: Memory) -> list[Lever]:
+        """Return what would save memory."""
+        peaks = lever_peaks(self.larger)
+        if self.smaller is not self.larger:
+            peaks = extrapolated_peaks(lever_peaks(self.smaller), peaks, self.factor)
+        return levers_of(self.larger, memory, peaks)
+
+    def timing(self, cluster: Cluster) -> Timing:
+        """Return the time of a step of this rank."""
+        larger = time_step(self.larger, cluster)
+        return larger if self.smaller is self.larger else _line(time_step(self.smaller, cluster), larger, self.factor)
+
+
+def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
+    trace = depths.larger
+    ledger = extrapolated_ledger(ledger_of(depths.smaller), ledger_of(trace), depths.factor)
+    timing = None
+    if cluster is not None:
+        timing = depths.timing(cluster)
+        ledger = timed(ledger, timing.communication, timing.exposed)
+    return RankPlan(trace.rank, trace.stage, depths.memory(), ledger, timing)
+
+
+def _line(a: Timing, b: Timing, factor: float) -> Timing:
+    """Return the timing at a point of the line from `a` (factor 0) to `b` (factor 1)."""
+    values = {}
+    for field in fields(Timing):
+        first, second = getattr(a, field.name), getattr(b, field.name)
+        is_sum = isinstance(second, dict)
+        values[field.name] = along(first, second, factor) if is_sum else max(0.0, first + factor * (second - first))
+    return Timing(**values)
+
+
+def _other_ranks(trace: Trace) -> list[int]:
+    """Return the ranks that are traced besides rank 0: one of every stage, or the last."""
+    stages = trace.axes.get("pp", 1)
+    if stages == 1:
+        return [trace.world_size - 1] if trace.world_size > 1 else []
+    after = list(trace.axes)[list(trace.axes).index("pp") + 1 :]
+    stride = 1
+    for axis in after:
+        stride *= trace.axes[axis]
+    chosen = range(1, stages) if stages <= _ALL_STAGES else (1, stages - 1)
+    return [stage * stride for stage in chosen]
+
+
+def _same_samples(trace: Trace) -> int:
+    count = 1
+    for axis in ("tp", "cp", "sp", "pp"):
+        count *= trace.axes.get(axis, 1)
+    return count
+
+
+def _fits(plan: Plan, cluster: Cluster, catalogue: Catalogue | None) -> list[Fit]:
+    """Compare the largest rank with the cluster's devices, and with all others that are known."""
+    largest = plan.largest
+    groups = len({row.axis for row in largest.ledger})
+    others = [] if catalogue is None else [d for d in catalogue.devices.values() if d.name != cluster.device.name]
+    return [
+        fit_of(largest.memory, device.name, device.memory, libraries_of(0, groups), largest.rank)
+        for device in (cluster.device, *sorted(others, key=lambda device: device.memory))
+    ]
+
+
+def _rates(plan: Plan, depths: list[Depths], cluster: Cluster) -> tuple[Rates, float]:
+    """Return the speed of a step, and the part of it that a pipeline waits."""
+    trace = depths[0].larger
+    timings = [rank.timing for rank in plan.ranks if rank.timing is not None]
+    slowest = max(timings, key=lambda timing: timing.seconds)
+    if trace.axes.get("pp", 1) == 1:
+        return rates(slowest, trace, cluster), 0.0
+    found = _replay(trace, timings)
+    update = max(timing.phases.get(UPDATE, 0.0) for timing in timings)
+    mean = _line(timings[0], timings[-1], 0.5)
+    return rates(mean, trace, cluster, found.seconds + update), found.bubble
+
+
+def _replay(trace: Trace, timings: list[Timing]) -> Replay:
+    """Replay the schedule; a stage that was not traced works as the second does."""
+    ranks = trace.axes["pp"]
+    per_rank = trace.stages // ranks
+    own = [stage_of(timing, trace.microbatches, per_rank) for timing in timings]
+    own = [own[0], *own[1:-1], *own[1:2] * (ranks - len(own)), own[-1]] if ranks > 1 else own
+    return replay(trace.schedule, own * per_rank, ranks, trace.microbatches)
