@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -19,24 +20,47 @@ LONGEST_FIRST = [
     TESTS / path
     for path in (
         "tracking/test_adapters.py",
-        "parallel/pipeline/test_strategy.py",
         "examples/test_examples.py",
         "launch/notebook/test_launcher.py",
-        "parallel/deepspeed/test_strategy.py",
-        "parallel/deepspeed/test_checkpoints.py",
+        "parallel/pipeline/test_strategy.py",
         "differential/test_differential.py",
-        "seeds/test_seed_documents.py",
-        "docs/test_commands.py",
-        "parallel/mesh/test_sharded.py",
-        "parallel/test_compilation.py",
-        "clusters/test_slurm.py",
-        "launch/machines/test_machines.py",
+        "ecosystem/test_transformers.py",
+        "parallel/deepspeed/test_checkpoints.py",
+        "parallel/deepspeed/test_strategy.py",
         "watch/hangs/test_faults.py",
-        "watch/hangs/test_late_faults.py",
+        "accelerator/verification/test_meshes.py",
+        "clusters/test_slurm.py",
+        "parallel/mesh/tensor/test_plans.py",
+        "parallel/test_compilation.py",
+        "parallel/test_already_spread.py",
+        "test_release.py",
+        "launch/machines/test_machines.py",
+        "tracking/test_resuming.py",
+        "launch/processes/test_verdict.py",
+        "accelerator/verification/test_faults.py",
+        "parallel/mesh/experts/test_spreading.py",
+        "launch/processes/test_signals.py",
+        "ecosystem/test_other_libraries.py",
+        "ecosystem/test_diffusers.py",
+        "seeds/test_seed_documents.py",
+        "checkpoint/commit/test_supplements.py",
+        "checkpoint/commit/test_kills.py",
+        "checkpoint/commit/test_faults.py",
         "data/test_properties.py",
+        "docs/test_commands.py",
+        "launch/selftest/test_report.py",
+        "clusters/test_mpi.py",
+        "ecosystem/test_trl.py",
+        "watch/hangs/test_late_faults.py",
+        "parallel/deepspeed/test_trainer.py",
+        "docs/test_site.py",
+        "watch/stragglers/test_judging.py",
+        "xla/test_training.py",
+        "xla/test_launch.py",
     )
 ]
-"""A file stays on one test process, which shares its worlds. Long files begin, so that none is left for the end."""
+"""A file stays on one test process, which shares its worlds. Files of 30 s and more begin, so that none is left for the
+end, when one process would run alone; `.ci/profile` prints what files take."""
 
 OUT_OF_TIME = ["from pytest-timeout", "did not end within", "not finished after", "TimeoutExpired"]
 
@@ -57,6 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: order.get(item.path, len(order)))
     _allow_another_try(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of later garbage collections what collecting the tests has made: each would walk through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _allow_another_try(items: list[pytest.Item]) -> None:
