@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizes import PROFILE
+
 REPOSITORY = Path(__file__).parents[1]
 BUILT_FROM = (
     "src",
@@ -94,8 +96,9 @@ def test_the_quick_tour_from_the_wheel_in_an_empty_environment(released: dict[st
 
     tour = (REPOSITORY / "docs" / "quick_tour.md").read_text()
     (tmp_path / "train.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", tour, flags=re.DOTALL)))
-    assert "loss" in run(programs / "python", "train.py")
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # its checkpoints, of one process
+    if PROFILE == "nightly":
+        assert "loss" in run(programs / "python", "train.py")
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)  # its checkpoints, of one process
     assert run(programs / "accelerate", "launch", "--cpu", "--num_processes", 2, "train.py").count("loss") == 1
     assert "launch" in run(programs / "accelerate", "--help")
     assert "torch" in run(programs / "accelerate", "env").lower()

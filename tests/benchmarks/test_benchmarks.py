@@ -65,7 +65,7 @@ def results() -> Results:
 def test_a_subject_is_measured(subject: str, bound: float) -> None:
     run = import_module(f"benchmarks.{subject}").run
     if not ALONE:
-        if subject not in ("step", "ddp", "log"):
+        if subject != "step":  # the test of the command has "log"
             pytest.skip("needs a machine of its own: nightly")
         assert all(row.bare_us > 0 and row.library_us > 0 for row in run(2))
         return
@@ -103,6 +103,7 @@ def test_a_launcher_that_starts_fewer_processes_is_not_measured(tmp_path: Path) 
         launch._check(StartsOne, 2, tmp_path)
 
 
+@pytest.mark.nightly
 def test_importing_brings_only_what_the_library_depends_on() -> None:
     imported, constructed = imports.run(rounds=1)
     assert not ALONE or max(imported.ratio, constructed.ratio) <= GENEROUS
@@ -169,6 +170,7 @@ def test_a_missed_target_fails_the_run(results: Results, tmp_path: Path, capsys:
     assert "1.03 missed" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_contender_sees_torch_and_its_own_packages_but_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

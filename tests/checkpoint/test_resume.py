@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tests.ranks import run_on_ranks
+from tests.sizes import on_two_processes
 from tests.training import CLASSES, FEATURES, loss_of, make_data
 
 WINDOW = 3
@@ -144,7 +145,7 @@ def assert_resumes(world_size: int, folder: Path, *, save_at: int, until: int, *
         assert_same_bits(end, end_again, f"rank {rank}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_two_processes
 @pytest.mark.parametrize(
     ("precision", "optimizer_name", "num_workers", "noise"),
     [
@@ -169,13 +170,13 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_with_the_same_bits(
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_two_processes
 def test_a_run_saved_in_the_background_resumes_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
     options = {"precision": "fp16", "optimizer_name": "AdamW", "num_workers": 0, "wait": False}
     assert_resumes(world_size, tmp_path / "ckpt", save_at=9, until=24, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_two_processes
 @pytest.mark.parametrize("between_epochs", [False, True], ids=["in the last step", "between epochs"])
 def test_a_run_resumes_at_the_end_of_an_epoch_with_the_same_bits(
     world_size: int, between_epochs: bool, tmp_path: Path
@@ -185,7 +186,7 @@ def test_a_run_resumes_at_the_end_of_an_epoch_with_the_same_bits(
     assert_resumes(world_size, tmp_path / "ckpt", save_at=end, until=end * 2 + 3, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_two_processes
 def test_a_run_resumes_in_the_first_window_of_an_epoch_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
     end = math.ceil(SAMPLES // BATCH / world_size)
     options = {"precision": "no", "optimizer_name": "AdamW", "num_workers": 0, "noise": True}

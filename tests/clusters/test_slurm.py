@@ -12,6 +12,7 @@ import pytest
 from tests.clusters import machines, slurm
 from tests.clusters.machines import ACCELERATE, until
 from tests.clusters.slurm import Slurm
+from tests.sizes import at_night
 
 _WHY_NOT = machines.why_not() or slurm.why_not()
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -54,7 +55,7 @@ def test_srun_with_one_launch_per_rank(cluster: Slurm) -> None:
     assert placed(printed) == [("0", "3", "0", "n1", "6"), ("1", "3", "1", "n1", "6"), ("2", "3", "0", "n2", "6")]
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("nodes", "ranks"), [at_night(1, 2), (2, 4)])
 def test_a_batch_script_need_not_speak_of_its_nodes(cluster: Slurm, tmp_path: Path, nodes: int, ranks: int) -> None:
     script = tmp_path / "who.py"
     script.write_text("import os, socket; print('rank', os.environ['RANK'], 'on', socket.gethostname())")

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import skip_first_batches
 from tests.data.worlds import Data, Step, steps_of
 from tests.ranks import run_on_ranks
-from tests.sizes import sized
+from tests.sizes import at_night, sized
 
 EXAMPLES = sized(gate=100, nightly=20_000)
 BOUNDED = settings(
@@ -160,9 +160,10 @@ def samples_seen(kind: str, shuffle: bool, n: int, dispatch: bool) -> tuple[list
     return given, counted
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [at_night(1), 2, 3, at_night(4)])
 @pytest.mark.parametrize(
-    ("kind", "shuffle"), [("sampler of batches", False), ("sampler of batches", True), ("stream of batches", False)]
+    ("kind", "shuffle"),
+    [at_night("sampler of batches", False), ("sampler of batches", True), ("stream of batches", False)],
 )
 def test_ranks_that_draw_different_numbers_see_every_sample_once(kind: str, shuffle: bool, world_size: int) -> None:
     for n in (22, 24):

@@ -33,6 +33,7 @@ def test_a_unet_is_trained_and_resumed_from_the_latest_checkpoint(world_size: in
         assert found["resumed_losses_by_main"] == found["losses"][6:]
 
 
+@pytest.mark.nightly
 def test_a_pipeline_whose_models_wait_on_the_host_makes_the_same_image(tmp_path: Path) -> None:
     found = run_scenario("pipeline_offload", world_size=1, directory=tmp_path, PYTHONPATH=str(REPOSITORY))
     assert found["spread"] > 1e-3, "an image, not a constant"

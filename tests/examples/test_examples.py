@@ -93,7 +93,7 @@ def test_digits_cnn(world_size: int, options: list[str], tmp_path: Path) -> None
 
 
 @on_two_processes
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", at_night("bf16")])
 def test_mixed_precision(precision: str, world_size: int, tmp_path: Path) -> None:
     options = ("--mixed_precision", precision)
     printed = run_example("mixed_precision.py", *options, world_size=world_size, directory=tmp_path)

@@ -19,6 +19,7 @@ from accelerate.errors import UnsupportedSettingError
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from tests.ranks import ranks, run_on_ranks
+from tests.sizes import cases
 
 from .beside_one_process import off_by
 from .mesh.context import cpu_attention
@@ -78,7 +79,11 @@ def _cells(world: int, setting: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world", "setting"), USED)
+IN_THE_GATE = [(world, setting) for world, setting in USED if world == 4 or (4, setting) not in USED]
+"""Four processes have all kinds of models that two have."""
+
+
+@pytest.mark.parametrize(("world", "setting"), cases(gate=IN_THE_GATE, nightly=USED))
 def test_a_model_is_used_as_it_is_or_refused_by_both_layouts(world: int, setting: str) -> None:
     found = run_on_ranks(world, _cells, world=world, setting=setting)[0]
     used = {kind for kind, outcome in found.items() if not isinstance(outcome, str)}

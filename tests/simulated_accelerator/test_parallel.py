@@ -25,7 +25,8 @@ def on_cpus(way: str) -> tuple[Results, ...]:
 @pytest.mark.parametrize(
     "way",
     [
-        *("one", "ddp2", "fsdp2", "hsdp2x2", "tp2", "cp2", "pp2", "fsdp2xtp2"),
+        *("one", "ddp2", "fsdp2", "tp2", "cp2", "pp2", "fsdp2xtp2"),
+        at_night("hsdp2x2"),
         at_night("fsdp4"),
         at_night("copies2xtp2"),
         at_night("fsdp2xcp2"),

@@ -29,8 +29,8 @@ def cases_of(families: tuple[str, ...], gate: list[tuple[str, str]]) -> list[tup
     return sized(gate=gate, nightly=[(f, way) for f in families for way in MESHES if (f, way) not in left_out])
 
 
-CASES_OF_TORCH = cases_of(OF_TORCH, [("torch", "fsdp2xtp2"), ("convolution", "ddp2")])
-CASES_OF_TRANSFORMERS = cases_of(OF_TRANSFORMERS, [("llama", "tp2"), ("gpt2", "cp2")])
+CASES_OF_TORCH = cases_of(OF_TORCH, [("torch", "fsdp2xtp2"), ("torch", "cp2"), ("convolution", "ddp2")])
+CASES_OF_TRANSFORMERS = cases_of(OF_TRANSFORMERS, [("llama", "tp2")])
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint.commit.engine import CheckpointError
 from accelerate.checkpoint.layout import COMMIT_FILE
 from tests.ranks import run_on_ranks
+from tests.sizes import on_two_processes
 
 from ..runs import Notes, StampedRun
 
@@ -93,7 +94,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     made.unmount()
 
 
-@on_one_and_two
+@on_two_processes
 def test_a_full_disk_is_named_wherever_it_becomes_full(world_size: int, disk: Disk) -> None:
     assert run_on_ranks(world_size, save, folder=disk.folder, stamp=1) == [None] * world_size
     needed = sum(path.stat().st_blocks * 512 for path in disk.folder.rglob("*"))
@@ -225,7 +226,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(contents)
 
 
-@on_one_and_two
+@on_two_processes
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [

@@ -19,7 +19,7 @@ import pytest
 
 from tests import warm
 from tests.ranks.pool import REPOSITORY
-from tests.sizes import sized
+from tests.sizes import at_night, sized
 
 from . import sweep
 from .sweep import NEW, OLD, Attempt, Call, Sweep
@@ -109,8 +109,7 @@ def test_one_process_may_die_at_any_system_call(explicit: bool, bench: Bench, tm
 
 
 @needs_strace
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "overwriting"])
+@pytest.mark.parametrize(("explicit", "victim"), [(False, 0), (True, 0), at_night(False, 1), (True, 1)])
 def test_either_of_two_processes_may_die_at_any_system_call(
     victim: int, explicit: bool, bench: Bench, tmp_path: Path
 ) -> None:
@@ -129,12 +128,12 @@ def test_a_save_in_the_background_may_die_at_any_system_call(bench: Bench, tmp_p
     assert_survives(bench, tmp_path, sample=6, wait=False)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "overwriting"])
+@pytest.mark.parametrize("explicit", [False, at_night(True)], ids=["automatic", "overwriting"])
 def test_one_process_may_die_before_any_call_of_python(explicit: bool, bench: Bench, tmp_path: Path) -> None:
     assert_survives(bench, tmp_path, sample=10, by="python", explicit=explicit)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "overwriting"])
+@pytest.mark.parametrize("explicit", [at_night(False), True], ids=["automatic", "overwriting"])
 def test_whoever_finds_the_remains_may_die_too(explicit: bool, bench: Bench, tmp_path: Path) -> None:
     """Begin with every kind of remains that a kill leaves, and kill the process that loads and saves there."""
     kinds = tmp_path / "kinds"

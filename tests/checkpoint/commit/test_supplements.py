@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from accelerate.checkpoint.commit.engine import CheckpointError
 from accelerate.checkpoint.layout import COMMIT_FILE
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from tests.ranks import run_on_ranks
+from tests.sizes import cases
 from tests.timing import limit
 
 from ..runs import StampedRun
@@ -40,8 +42,10 @@ def save_on_main(folder: Path, target: str | None, wait: bool = True) -> tuple[i
     return run.stamp_of_all(but=others), derived(report), sorted(path.name for path in Path(report.path).iterdir())
 
 
-@pytest.mark.parametrize("target", [None, "checkpoint-1"], ids=["automatic", "named"])
-@pytest.mark.parametrize("wait", [True, False], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    ("wait", "target"),
+    cases(gate=[(True, "checkpoint-1"), (False, None)], nightly=product((True, False), (None, "checkpoint-1"))),
+)
 def test_the_main_process_saves_alone_and_all_load(wait: bool, target: str | None, tmp_path: Path) -> None:
     for stamp, changes, files in run_on_ranks(2, save_on_main, folder=tmp_path, target=target, wait=wait):
         assert stamp == 1
@@ -64,8 +68,7 @@ def save_on_all(folder: Path, wait: bool, late: int) -> tuple[int, list[str], st
     return run.stamp_of_all(), derived(report), path
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("wait", [True, False], ids=["foreground", "background"])
+@pytest.mark.parametrize(("wait", "late"), cases(gate=[(True, 0), (False, 1)], nightly=product((True, False), (0, 1))))
 def test_ranks_that_join_add_their_own_files_to_the_same_checkpoint(wait: bool, late: int, tmp_path: Path) -> None:
     results = run_on_ranks(2, save_on_all, folder=tmp_path, wait=wait, late=late)
     assert {result[0] for result in results} == {1}

@@ -31,8 +31,10 @@ from accelerate.errors import RuntimeConflictError, UnsupportedSettingError
 from accelerate.launch.notebook import launcher as notebook
 from accelerate.launch.notebook.failures import WorkerFailedError
 from accelerate.launchers import debug_launcher, notebook_launcher
+from tests import warm
 from tests.launching import run_script
 from tests.ranks.pool import free_port
+from tests.sizes import at_night
 from tests.timing import limit
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -180,7 +182,7 @@ def describe(*args: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", at_night("spawn")])
 def test_workers_form_a_group_on_the_cpu(start_method: str) -> None:
     found = notebook_launcher(describe, ("a", 1), num_processes=2, mixed_precision="bf16", start_method=start_method)
     assert found.pop("pid") != os.getpid()
@@ -271,8 +273,7 @@ def test_several_hosts_meet_at_the_port_they_were_given(tmp_path: Path) -> None:
     )
     port = str(free_port())
     nodes = [
-        subprocess.Popen([sys.executable, str(script), node, port], stdout=subprocess.PIPE, text=True)
-        for node in ("0", "1")
+        warm.Popen([sys.executable, str(script), node, port], stdout=subprocess.PIPE, text=True) for node in ("0", "1")
     ]
     answers = [node.communicate(timeout=300)[0].strip() for node in nodes]
     assert answers == ["result [0, 1]", "result None"]
@@ -364,7 +365,7 @@ def gather_on_one_rank() -> None:
     ("function", "told"),
     [
         (leave_before_the_others, "Rank 1 has left: its script has ended, and rank 0 waits for it in backward()"),
-        (gather_on_one_rank, "gather() was called on rank 0 only"),
+        at_night(gather_on_one_rank, "gather() was called on rank 0 only"),
     ],
 )
 def test_the_error_begins_with_what_the_watcher_knows(
@@ -406,6 +407,7 @@ def die_alone() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_is_named() -> None:
     with pytest.raises(WorkerFailedError, match="Rank 1 failed with SIGKILL, as when memory runs out") as caught:
         notebook_launcher(die_alone, num_processes=2)
@@ -462,7 +464,7 @@ def test_ctrl_c_ends_the_workers(stubborn: bool, tmp_path: Path) -> None:
                 print("interrupted", flush=True)
         """)
     )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    process = warm.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     workers = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     time.sleep(0.5)
@@ -630,7 +632,7 @@ DEBUGGED = """
 """
 
 
-@pytest.mark.parametrize("debugger", ["breakpoint()", "python -m pdb"])
+@pytest.mark.parametrize("debugger", ["breakpoint()", at_night("python -m pdb")])
 def test_a_real_debugger_steps_through_one_rank(debugger: str, tmp_path: Path) -> None:
     script = tmp_path / "debugged.py"
     in_script = debugger == "breakpoint()"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.launching import COMMAND, start_accelerate
-from tests.sizes import sized
+from tests.sizes import at_night, sized
 from tests.warm import COLD
 
 MOMENTS = sized(gate=3, nightly=200)
@@ -147,7 +147,7 @@ def test_after_the_grace_period_processes_are_ended(tmp_path: Path) -> None:
     run.expect_nobody()
 
 
-@pytest.mark.parametrize("script", [TRAINING, DEAF], ids=["training", "deaf"])
+@pytest.mark.parametrize("script", [at_night(TRAINING), DEAF], ids=["training", "deaf"])
 def test_nothing_outlives_a_launcher_that_is_killed(script: str, tmp_path: Path) -> None:
     run = Run(tmp_path, script)
     run.wait_for("running" if script is TRAINING else "running_1")

@@ -20,7 +20,7 @@ from tests.launching import run_accelerate
 from tests.ranks import run_on_ranks
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 from tests.simulated_accelerator.faults import without_float64
-from tests.sizes import cases
+from tests.sizes import at_night
 
 
 def rows_of(report: str) -> dict[str, list[str]]:
@@ -103,7 +103,7 @@ def test_everything_passes_on_simulated_accelerators() -> None:
         assert found["save"].endswith("; 1 context")
 
 
-@pytest.mark.parametrize("world_size", cases(gate=[4], nightly=[3, 4, 6, 8]))
+@pytest.mark.parametrize("world_size", [at_night(size) for size in (3, 4, 6, 8)])
 def test_every_mesh_that_fits_is_tried(world_size: int) -> None:
     for failed in run_on_ranks(world_size, all_meshes, time_limit=400):
         assert failed == {}

@@ -96,7 +96,7 @@ def test_ddp_and_fsdp2_train_as_on_cpus_on_a_simulated_device_named_tpu(monkeypa
     compiled()
     monkeypatch.setenv("SIMULATED_ACCELERATOR_NAME", "tpu")
     pool = new_pool()
-    for way in ("ddp2", "fsdp2"):
+    for way in sized(gate=("fsdp2",), nightly=("ddp2", "fsdp2")):
         found = {}
         for cpu in (True, False):
             job = {"module": __name__, "qualname": "train_on_its_chip", "arguments": {"way": way, "cpu": cpu}}

@@ -85,11 +85,16 @@ MISSING = {
 LATE = ("late_and_exited", "late_for_main_process_first", "download_in_native_code")
 NO_FAULTS = ("busy_first_rank", "stopped", "debugged", "upload_in_a_thread", *LATE)
 OTHERS = ("ragged_shapes", "last_call_on_one_rank", "handled_exception", "lock_and_collective", "in_a_thread")
+MAIN_PROCESS_FIRST = (
+    "slow_main_process_first",
+    "failing_main_process_first",
+    "first_rank_killed_in_main_process_first",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_once(tmp_path_factory, "faults", [*DISAGREEMENTS, *MISSING, *NO_FAULTS, *OTHERS])
+    return run_once(tmp_path_factory, "faults", [*DISAGREEMENTS, *MISSING, *NO_FAULTS, *OTHERS, *MAIN_PROCESS_FIRST])
 
 
 def run_once(factory: pytest.TempPathFactory, name: str, faults: Iterable[str], *, on_devices: bool = False) -> Path:
@@ -233,19 +238,18 @@ def test_an_accelerator_of_another_thread_raises_in_that_thread(folder: Path) ->
     assert all(f"gather() was called on rank 2 only ({where})" in each.printed for each in reported)
 
 
-def test_main_process_first_outlasts_the_backend_and_failures(tmp_path: Path) -> None:
-    run(tmp_path, "slow_main_process_first", "failing_main_process_first", "first_rank_killed_in_main_process_first")
-    for each in read(tmp_path, "slow_main_process_first"):  # the group's timeout is 5 s
+def test_main_process_first_outlasts_the_backend_and_failures(folder: Path) -> None:
+    for each in read(folder, "slow_main_process_first"):  # the group's timeout is 5 s
         assert each.code == 0, each.printed
         assert int(re.findall(r"continued after (\d+)", each.printed)[0]) >= 12
-    first, *others = read(tmp_path, "failing_main_process_first")
+    first, *others = read(folder, "failing_main_process_first")
     assert first.code == 1
     for rank, each in enumerate(others, start=1):
         assert each.code == 0
         assert (
             f"Rank 0 failed with ValueError: no such file in the block that it ran first. Rank {rank}" in each.printed
         )
-    _, *others = read(tmp_path, "first_rank_killed_in_main_process_first")
+    _, *others = read(folder, "first_rank_killed_in_main_process_first")
     assert all(each.code == 1 and each.reported_after > 0 for each in others)
 
 

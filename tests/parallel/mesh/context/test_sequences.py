@@ -19,6 +19,7 @@ from accelerate.parallel.modules.dtensors import whole
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig, FullyShardedDataParallelPlugin
 from tests.ranks import ranks
+from tests.sizes import at_night
 
 from ...small_transformer import HEADS, TP_PLAN, VOCABULARY, WIDTH, Block
 
@@ -132,14 +133,14 @@ def beside_one_process(accelerator: Accelerator, case: str, key_heads: int = HEA
         torch.testing.assert_close(whole(param.grad), gradients[name], atol=1e-5, rtol=0)
 
 
-@ranks(2, 4)
+@ranks(at_night(2), 4)
 def test_context_parallelism_carries_masks_padding_and_any_length(world_size: int) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world_size))
     for case in CASES:
         beside_one_process(accelerator, case)
 
 
-@ranks(2, 4)
+@ranks(at_night(2), 4)
 def test_ulysses_carries_masks_padding_and_any_length(world_size: int) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=world_size))
     for case in CASES:
@@ -240,7 +241,7 @@ def loss_over_all(logits: Tensor, labels: Tensor, group: Any) -> Tensor:
     return (losses * counts).sum() / counts.sum()
 
 
-@ranks(2, 4)
+@ranks(at_night(2), 4)
 def test_a_loader_prepared_with_a_model_divides_its_batches_as_scripts_for_deepspeed_expect(world_size: int) -> None:
     config = ParallelismConfig(
         sp_size=2,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerate.parallel.mesh.context.sharding import balanced, contiguous, head_tail, positions_among
+from tests.sizes import sized
 
 
 def random_packing(generator: random.Random, length: int) -> list[int]:
@@ -23,7 +24,7 @@ def random_packing(generator: random.Random, length: int) -> list[int]:
 def test_random_packings_give_every_process_the_same_work(size: int) -> None:
     generator = random.Random(size)
     worst = 0.0
-    for trial in range(100):
+    for trial in range(sized(gate=12, nightly=100)):
         length = generator.choice([512, 1000, 2267, 4096, 8191])
         places = torch.tensor([random_packing(generator, length) for _ in range(1 + trial % 3)])
         shares = [balanced(places, size, rank) for rank in range(size)]

@@ -26,7 +26,7 @@ WAYS: list[Any] = [
     at_night(4, {"dp_shard_size": 4, "ep_size": 4}),
     (4, {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2}),
     at_night(4, {"dp_replicate_size": 4, "ep_size": 2}),
-    (4, {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}),
+    at_night(4, {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}),
     at_night(4, {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}),
     at_night(4, {"dp_replicate_size": 2, "tp_size": 2, "ep_size": 2}),
     at_night(4, {"dp_shard_size": 2, "cp_size": 2, "ep_size": 4}),

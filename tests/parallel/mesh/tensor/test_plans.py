@@ -17,18 +17,20 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, get_model_tp_size
 from tests.ranks import ranks, run_on_ranks
-from tests.sizes import cases
+from tests.sizes import cases, sized
 
 from ...beside_one_process import off_by
 from ...small_transformer import TP_PLAN, VOCABULARY, loader, loss_of, model
 from ...ways import GLOBAL_BATCH, train
+
+STEPS = sized(gate=3, nightly=10)
 
 
 def accelerator(plan: dict[str, Any] | None, **sizes: int) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_plan=plan, **({"tp_size": 2} | sizes)))
 
 
-def losses_with(plan: dict[str, Any], dp_shard_size: int = 1, steps: int = 10) -> list[float]:
+def losses_with(plan: dict[str, Any], dp_shard_size: int = 1, steps: int = STEPS) -> list[float]:
     run_by = accelerator(plan, dp_shard_size=dp_shard_size)
     net = model()
     net, optimizer, batches = run_by.prepare(
@@ -59,7 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
     cases(gate=[("vocabulary", 2), ("embeddings", 2), ("torch's styles", 1)], nightly=product(PLANS, (1, 2))),
 )
 def test_every_style_trains_as_one_process_does(plan: str, dp_shard_size: int) -> None:
-    [alone] = train("one", steps=10, clip=1.0)
+    [alone] = train("one", steps=STEPS, clip=1.0)
     for losses in run_on_ranks(2 * dp_shard_size, losses_with, plan=PLANS[plan], dp_shard_size=dp_shard_size):
         assert losses == pytest.approx(alone, abs=1e-5)
 
