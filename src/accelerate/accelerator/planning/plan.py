@@ -8,20 +8,21 @@ points give the line on which the whole model lies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 
 from .ledger import extrapolated_ledger, ledger_of, timed
-from .memory.depth import along, extrapolated
+from .memory.depth import extrapolated
 from .memory.fit import Fit, fit_of, libraries_of
 from .memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
 from .memory.peak import Memory, memory_of
 from .result import Cost, Plan, RankPlan
+from .timing.depth import extrapolated as extrapolated_timing
 from .timing.devices import Catalogue, Cluster
-from .timing.pipelines import Replay, replay, stage_of
+from .timing.pipelines import time_pipeline
 from .timing.rates import Rates, rates
 from .timing.step import Timing, time_step
-from .trace import UPDATE, Trace
+from .trace import Trace
 
 FEW, MORE = 3, 5
 """Repeated blocks of the two traces of a deep model, or of each of a pipeline's stages."""
@@ -81,8 +82,8 @@ def cost_of(plan: Plan, *, steps: int | None, tokens: int | None, price: float |
         if not plan.tokens:
             raise ValueError("the script's batches have no tokens to count: give --steps instead of --tokens.")
         steps = ceil(tokens / plan.tokens)
-    hours = [seconds * steps / 3600 for seconds in (plan.rates.seconds, plan.rates.low, plan.rates.high)]
-    return Cost(steps, tokens or steps * plan.tokens, *hours, devices=plan.world_size, price=price)
+    hours, low, high = (seconds * steps / 3600 for seconds in (plan.rates.seconds, plan.rates.low, plan.rates.high))
+    return Cost(steps, tokens or steps * plan.tokens, hours, low, high, plan.world_size, price)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ class Depths:
     def timing(self, cluster: Cluster) -> Timing:
         """Return the time of a step of this rank."""
         larger = time_step(self.larger, cluster)
-        return larger if self.smaller is self.larger else _line(time_step(self.smaller, cluster), larger, self.factor)
+        if self.smaller is self.larger:
+            return larger
+        return extrapolated_timing(time_step(self.smaller, cluster), larger, self.factor)
 
 
 def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
@@ -136,16 +139,6 @@ def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
         timing = depths.timing(cluster)
         ledger = timed(ledger, timing.communication, timing.exposed)
     return RankPlan(trace.rank, trace.stage, depths.memory(), ledger, timing)
-
-
-def _line(a: Timing, b: Timing, factor: float) -> Timing:
-    """Return the timing at a point of the line from `a` (factor 0) to `b` (factor 1)."""
-    values = {}
-    for field in fields(Timing):
-        first, second = getattr(a, field.name), getattr(b, field.name)
-        is_sum = isinstance(second, dict)
-        values[field.name] = along(first, second, factor) if is_sum else max(0.0, first + factor * (second - first))
-    return Timing(**values)
 
 
 def _other_ranks(trace: Trace) -> list[int]:
@@ -183,19 +176,9 @@ def _rates(plan: Plan, depths: list[Depths], cluster: Cluster) -> tuple[Rates, f
     """Return the speed of a step, and the part of it that a pipeline waits."""
     trace = depths[0].larger
     timings = [rank.timing for rank in plan.ranks if rank.timing is not None]
-    slowest = max(timings, key=lambda timing: timing.seconds)
-    if trace.axes.get("pp", 1) == 1:
-        return rates(slowest, trace, cluster), 0.0
-    found = _replay(trace, timings)
-    update = max(timing.phases.get(UPDATE, 0.0) for timing in timings)
-    mean = _line(timings[0], timings[-1], 0.5)
-    return rates(mean, trace, cluster, found.seconds + update), found.bubble
-
-
-def _replay(trace: Trace, timings: list[Timing]) -> Replay:
-    """Replay the schedule; a stage that was not traced works as the second does."""
-    ranks = trace.axes["pp"]
-    per_rank = trace.stages // ranks
-    own = [stage_of(timing, trace.microbatches, per_rank) for timing in timings]
-    own = [own[0], *own[1:-1], *own[1:2] * (ranks - len(own)), own[-1]] if ranks > 1 else own
-    return replay(trace.schedule, own * per_rank, ranks, trace.microbatches)
+    ranks = trace.axes.get("pp", 1)
+    if ranks == 1:
+        return rates(max(timings, key=lambda timing: timing.seconds), trace, cluster), 0.0
+    middle = timings[1:2] * (ranks - len(timings))  # a rank that was not traced works as the second does
+    pipeline = time_pipeline([timings[0], *middle, *timings[1:]], trace)
+    return rates(pipeline.mean, trace, cluster, pipeline.seconds), pipeline.replay.bubble
