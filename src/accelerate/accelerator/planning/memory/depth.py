@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..trace import OWNERS
+from .allocator import MIB
 from .peak import Memory, Moment, Peak, Share, Timeline
+
+_LARGE_BLOCK = 64 * MIB
 
 
 def extrapolated(a: Memory, b: Memory, blocks: int) -> Memory:
@@ -16,10 +19,15 @@ def extrapolated(a: Memory, b: Memory, blocks: int) -> Memory:
     most = along(a.most, b.most, factor)
     places = {place: _peak(a, b, place, factor) for place in b.places}
     total = max(peak.total for peak in places.values())
-    # Segments come in steps of 2 and 20 MiB, which a line would multiply: keep the share.
-    allocated = total * _mean(a.allocated / a.total, b.allocated / b.total)
-    reserved = total * _mean(a.reserved / a.total, b.reserved / b.total)
-    expandable = total * _mean(a.expandable / a.total, b.expandable / b.total)
+    # Segments come in steps of 2 and 20 MiB, which a line would multiply if blocks are small: keep the share then.
+    grows = (b.total - a.total) / (b.blocks - a.blocks) > _LARGE_BLOCK
+
+    def held(small: float, large: float) -> float:
+        by_share = total * _mean(small / a.total, large / b.total)
+        return max(total, value(small, large, factor)) if grows else by_share
+
+    allocated, reserved = held(a.allocated, b.allocated), held(a.reserved, b.reserved)
+    expandable = held(a.expandable, b.expandable)
     return Memory(
         places=places,
         most=most,
