@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -126,6 +126,9 @@ def test_messages_between_stages_are_left_to_the_schedule() -> None:
 
 def test_recomputed_and_frozen_work_is_not_counted_as_the_models() -> None:
     forward = 2 * N**3
+    again = replace(matmul(11, BACKWARD), recomputed=True)
+    assert timed(matmul(10), again, matmul(12, BACKWARD), matmul(13, BACKWARD)).model_flops == 3 * forward
+    assert timed(matmul(10), again, matmul(12, BACKWARD)).model_flops == 2 * forward
     assert timed(matmul(10), *[matmul(11 + i, BACKWARD) for i in range(3)]).model_flops == 3 * forward
     assert timed(matmul(10), *[matmul(11 + i, BACKWARD) for i in range(2)]).model_flops == 3 * forward
     assert timed(matmul(10), matmul(11, BACKWARD)).model_flops == 2 * forward

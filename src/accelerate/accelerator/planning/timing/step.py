@@ -38,13 +38,13 @@ class Timing:
     forward_flops: Sums = field(default_factory=dict)
     """Number format -> FLOPs of products and attention, causal attention in full."""
     backward_flops: Sums = field(default_factory=dict)
-    """The same of the backward pass, with what is computed again in it."""
+    """The same of the backward pass, without what is computed again in it."""
 
     @property
     def model_flops(self) -> float:
         """FLOPs that training needs: the forward pass, and at most twice as many in the backward pass.
 
-        What is computed again to save memory adds nothing. Frozen parameters need less than twice.
+        What is computed again adds nothing, by checkpoints or inside of attention. Frozen parameters need less.
         """
         forward = sum(self.forward_flops.values())
         return forward + min(sum(self.backward_flops.values()), 2 * forward)
@@ -102,7 +102,7 @@ class _Simulation:
         _add(timing.bounds, found.bound, seconds)
         _add(timing.kinds, found.kind, seconds)
         self._advance(start + seconds, operation.phase)
-        if operation.flops and operation.phase in (FORWARD, BACKWARD):
+        if operation.flops and operation.phase in (FORWARD, BACKWARD) and not operation.recomputed:
             flops = timing.forward_flops if operation.phase == FORWARD else timing.backward_flops
             _add(flops, format_of(operation.dtype), operation.flops)
 
