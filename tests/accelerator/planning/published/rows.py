@@ -150,7 +150,7 @@ def _torchtune(row: Row) -> Reading:
             precision="bf16",
             recompute=row["recompute"] or "none",
             fused=compiled,
-            loss="full" if not compiled else "fused" if extras == "+compile" else "chunked-fused",
+            loss="full" if not compiled else "fused-fp32" if extras == "+compile" else "chunked-fused",
             optimizer="adamw-in-backward" if "optimizer in backward" in extras else "adamw",
             adam="fused",
             clip=False,
@@ -187,6 +187,7 @@ def _nanotron(row: Row) -> Reading:
         fused=True,
         adam="fused",
         clip=dp > 1,
+        keep_gradients=not shards,  # FSDP2 sums whole gradients beside the shards' own from the second micro-batch on
     )
     unlike = "ZeRO-1 with one micro-batch keeps fp32 gradients whole, FSDP2 does not: time only"
     return Reading(
@@ -300,6 +301,7 @@ def _foundry(row: Row) -> Reading:
         seq=int(row["seq"]),
         precision="mixed-bf16" if "PURE" in row["precision"] else "mixed",
         recompute=row["recompute"],
+        loss="fused",
     )
     return Reading(
         options,

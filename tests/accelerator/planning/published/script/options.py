@@ -52,7 +52,8 @@ class Options:
     fused: bool = False
     """Whether norms, rotary positions and SwiGLU are one kernel each, as torch.compile makes them."""
     loss: str = "full"
-    """full (fp32 logits at once), chunked (eight parts), fused (one kernel; bf16 logits) or chunked-fused."""
+    """full (fp32 logits at once), chunked (eight parts), fused (one kernel on bf16 logits), fused-fp32 (one kernel on
+    fp32 logits) or chunked-fused."""
     chunk: int = 0
     """Positions of a part, with a chunked loss; 0 makes eight parts."""
     optimizer: str = "adamw"
@@ -60,6 +61,8 @@ class Options:
     adam: str = "foreach"
     """How torch's AdamW runs: foreach or fused."""
     clip: bool = True
+    keep_gradients: bool = False
+    """Whether gradients are set to zero after a step, not freed."""
     lora_rank: int = 0
     lora_targets: str = "qv"
     """qv (projections of queries and values) or all (every product of a block)."""

@@ -78,7 +78,8 @@ class Loss:
     """The mean loss of the next tokens."""
 
     def __init__(self, options: Options) -> None:
-        self.is_fused = options.loss.endswith("fused") and options.tp == 1
+        self.is_fused = "fused" in options.loss and options.tp == 1
+        self.is_wide = options.loss == "fused-fp32"
 
     def __call__(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
         parts = logits if isinstance(logits, (list, tuple)) else [logits]
@@ -92,7 +93,7 @@ class Loss:
 
     def _sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.is_fused:
-            return CrossEntropy.apply(logits, targets)
+            return CrossEntropy.apply(logits.float() if self.is_wide else logits, targets)
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
@@ -132,7 +133,7 @@ def main(options: Options) -> float:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             if optimizer is not None:
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not options.keep_gradients)
     mean: float = accelerator.reduce(loss.detach(), "mean").item()
     accelerator.print(f"loss {mean:.4f}")
     accelerator.end_training()
