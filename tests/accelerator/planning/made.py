@@ -75,8 +75,8 @@ def model(blocks: int, *, step_count: int = 2, head: int = 4 * MIB, sharded: boo
             gathered = made.at(FORWARD, f"layers.{block}").make(16 * MIB, GATHERED) if sharded else None
             short = made.make(2 * MIB, ACTIVATIONS)
             inside.append(made.make(3 * MIB, TEMPORARIES))
-            made.compute()
             outputs.append(made.make(1 * MIB, ACTIVATIONS))
+            made.compute()
             made.free(short, *([gathered] if gathered else []))
             if sharded:
                 made.communicate("all_gather", "dp_shard", 4, 16 * MIB)

@@ -1,0 +1,287 @@
+"""Turn the memory of a trace with few of the repeated blocks into that of all of them.
+
+[Note: blocks in between] What the allocator holds is not linear in the number of blocks, so the numbers of two depths
+do not give that of a third. But all blocks between the first and the last do the same. Every pass over the blocks,
+forward or backward, is cut where each block begins to compute, and the part of one block in the middle is repeated. An
+allocation that begins in one block and ends in another ends as many blocks later in every repetition. Lists over all
+parameters (weights, optimizer state, temporaries of an optimizer that works on lists) contain the same sizes once per
+block, and grow by as many as are missing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ..trace import BACKWARD, COMMUNICATION, FORWARD, WEIGHTS, Allocation, Operation, Step, Trace
+from .lifetimes import block_of
+
+_LONGEST_LIST = 20_000
+
+
+class CannotExpandError(ValueError):
+    """The passes of a trace do not visit its blocks one after the other."""
+
+
+def expanded(trace: Trace, extra: int, period: int = 1) -> Trace:
+    """Return the trace with so many more blocks on its rank; `period` blocks together are one that repeats.
+
+    Allocations, operations and steps are complete. Collectives stay those of the traced blocks.
+    """
+    if extra == 0:
+        return trace
+    if extra % period:
+        raise CannotExpandError(f"{extra} more blocks are not a multiple of the {period} that repeat.")
+    return _Expansion(trace, extra // period, period).trace()
+
+
+@dataclass
+class _Visit:
+    """The ticks of one block in one pass."""
+
+    begin: int
+    end: int
+    block: int
+    sweep: int
+
+
+@dataclass
+class _Sweep:
+    """One pass over all blocks."""
+
+    phase: str
+    visits: dict[int, _Visit]
+    ascending: bool = True
+
+
+class _Expansion:
+    """A trace, and the block that is repeated in it.
+
+    Blocks are counted from 0 in the traced model (`block`) and in the expanded one (`target`).
+    """
+
+    def __init__(self, trace: Trace, extra: int, period: int) -> None:
+        self._trace = trace
+        self._extra = extra
+        self._period = period
+        self._family, self._first, self.count = _family_of(trace, period)
+        self._chosen = (self.count - 1) // 2
+        self._sweeps = self._find_sweeps()
+        visits = sorted((v for sweep in self._sweeps for v in sweep.visits.values()), key=lambda visit: visit.begin)
+        self._visits = visits
+        self._begins = [visit.begin for visit in visits]
+        repeated = [visit for visit in visits if visit.block == self._chosen]
+        self._ends = [visit.end for visit in repeated]
+        self._shifts = [0]
+        for visit in repeated:
+            self._shifts.append(self._shifts[-1] + extra * (visit.end - visit.begin))
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def _number(self, module: str) -> int | None:
+        name = block_of(module)
+        if name is None or name.rpartition(".")[0] != self._family:
+            return None
+        return (int(name.rpartition(".")[2]) - self._first) // self._period
+
+    def _find_sweeps(self) -> list[_Sweep]:
+        sweeps: list[_Sweep] = []
+        order: list[int] = []
+        starts = sorted({o.tick for o in self._trace.operations} | {a.born for a in self._trace.allocations})
+        for operation in self._trace.operations:
+            block = self._number(operation.module) if operation.phase in (FORWARD, BACKWARD) else None
+            if block is None:
+                continue
+            # What is freed before anything else begins belongs to this operation.
+            after = bisect_right(starts, operation.tick)
+            end = starts[after] if after < len(starts) else operation.tick + 1
+            complete = len(order) == self.count
+            if not sweeps or operation.phase != sweeps[-1].phase or (complete and block != order[-1]):
+                if sweeps and not complete:
+                    raise CannotExpandError(f"a {sweeps[-1].phase} pass visits {len(order)} of {self.count} blocks.")
+                sweeps.append(_Sweep(operation.phase, {}))
+                order = []
+            visits = sweeps[-1].visits
+            if block not in visits:
+                if order:
+                    visits[order[-1]].end = operation.tick
+                visits[block] = _Visit(operation.tick, end, block, len(sweeps) - 1)
+                order.append(block)
+            if block == order[-1]:
+                visits[block].end = end
+            if len(order) == self.count and order != sorted(order, reverse=order[0] > order[-1]):
+                raise CannotExpandError(f"a {operation.phase} pass visits the blocks in the order {order}.")
+            sweeps[-1].ascending = order[0] <= order[-1]
+        if not sweeps or len(order) != self.count:
+            raise CannotExpandError("the last pass over the blocks is not complete.")
+        return sweeps
+
+    # --- ticks ------------------------------------------------------------------------------------------------------
+
+    def _visit(self, tick: int) -> _Visit | None:
+        at = bisect_right(self._begins, tick) - 1
+        return self._visits[at] if at >= 0 and tick < self._visits[at].end else None
+
+    def _moved(self, tick: int, copy: int = 0) -> int:
+        """Return the new tick; `copy` counts the repetitions of the chosen block, the traced one is 0."""
+        shift = self._shifts[bisect_right(self._ends, tick)]
+        visit = self._visit(tick)
+        if visit is not None and visit.block == self._chosen:
+            position = copy if self._sweeps[visit.sweep].ascending else self._extra - copy
+            shift += position * (visit.end - visit.begin)
+        return tick + shift
+
+    def _target(self, block: int, copy: int = 0) -> int:
+        return block + (copy if block == self._chosen else self._extra if block > self._chosen else 0)
+
+    def _ended(self, freed: int, begun: _Visit | None, copy: int) -> int:
+        """Return the new tick of an end."""
+        visit = self._visit(freed)
+        if visit is None:
+            return self._moved(freed)
+        target = self._target(visit.block)
+        if begun is not None and abs(visit.block - begun.block) < max(2, self.count - 1):
+            target = self._target(begun.block, copy) + visit.block - begun.block
+        copy_of_end = min(max(target - self._chosen, 0), self._extra)
+        block = target - copy_of_end
+        if block == visit.block:
+            return self._moved(freed, copy_of_end)
+        other = self._sweeps[visit.sweep].visits[block]
+        offset = min(freed - visit.begin, other.end - other.begin - 1)
+        return self._moved(other.begin, copy_of_end) + offset
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        """Return the expanded trace."""
+        trace = self._trace
+        outside, allocations = [], []
+        for allocation in trace.allocations:
+            begun = self._visit(allocation.born)
+            if begun is None:
+                outside.append(allocation)
+                continue
+            allocations += [self._copied(allocation, begun, copy) for copy in self._copies(begun)]
+        allocations += self._outside(outside)
+        operations = [
+            replace(each, tick=self._moved(each.tick, copy), module=self._renamed(each.module, visit, copy))
+            for each in trace.operations
+            for visit in (self._visit(each.tick),)
+            for copy in self._copies(visit)
+        ]
+        return replace(
+            trace,
+            blocks=trace.blocks + self._extra * self._period * trace.stages,
+            steps=[self._step(step) for step in trace.steps],
+            allocations=sorted(allocations, key=lambda allocation: allocation.born),
+            operations=sorted(operations, key=_tick),
+            collectives=[replace(each, tick=self._moved(each.tick), needed=None) for each in trace.collectives],
+        )
+
+    def _copies(self, visit: _Visit | None) -> range:
+        return range(self._extra + 1) if visit is not None and visit.block == self._chosen else range(1)
+
+    def _step(self, step: Step) -> Step:
+        return replace(step, began=self._moved(step.began), ended=self._moved(step.ended))
+
+    def _copied(self, allocation: Allocation, begun: _Visit | None, copy: int) -> Allocation:
+        freed = None if allocation.freed is None else self._ended(allocation.freed, begun, copy)
+        born = self._moved(allocation.born, copy)
+        if freed is not None and allocation.freed is not None and allocation.freed > allocation.born:
+            freed = max(freed, born + 1)
+        return replace(allocation, born=born, freed=freed, module=self._renamed(allocation.module, begun, copy))
+
+    def _renamed(self, module: str, visit: _Visit | None, copy: int) -> str:
+        """Return the new name of a module; what a visit does for the next block already moves with the visit."""
+        block = self._number(module)
+        if block is None:
+            return module
+        name = block_of(module) or ""
+        block = block if visit is None else visit.block
+        number = int(name.rpartition(".")[2]) + (self._target(block, copy) - block) * self._period
+        return f"{self._family}.{number}".lstrip(".") + module[len(name) :]
+
+    # --- lists over all parameters ----------------------------------------------------------------------------------
+
+    def _outside(self, allocations: Sequence[Allocation]) -> list[Allocation]:
+        """Repeat what lists over all parameters have for one block; a region lies between two passes over blocks."""
+        done: list[Allocation] = []
+        per_block = 0
+        for _, region in groupby(allocations, key=lambda each: bisect_right(self._begins, each.born)):
+            members = list(region)
+            at_tick: dict[int, list[Allocation]] = {}
+            for each in members:
+                at_tick.setdefault(each.born, []).append(each)
+            lists: dict[tuple[int | None, str, str], list[Allocation]] = {}
+            for tick, group in at_tick.items():
+                together = len(group) >= self.count
+                for each in group:
+                    lists.setdefault((tick if together else None, each.owner, each.phase), []).append(each)
+            for (_, owner, _), group in lists.items():
+                repeated = self._with_repetitions(group)
+                if owner == WEIGHTS:
+                    per_block += (sum(a.size for a in repeated) - sum(a.size for a in group)) // self._extra
+                done += repeated
+                if owner == COMMUNICATION and len(repeated) == len(group):
+                    done += self._more_buckets(group, per_block)
+        return done
+
+    def _with_repetitions(self, group: list[Allocation]) -> list[Allocation]:
+        plain = [self._copied(each, None, 0) for each in group]
+        found = _repetition([(each.size, each.stream) for each in group], self.count)
+        if found is None:
+            return plain
+        begin, length = found
+        end = begin + (self._chosen + 1) * length
+        more = [
+            replace(plain[index], module=self._renamed(group[index].module, None, copy))
+            for copy in range(1, self._extra + 1)
+            for index in range(end - length, end)
+        ]
+        return [*plain[:end], *more, *plain[end:]]
+
+    def _more_buckets(self, group: list[Allocation], per_block: int) -> list[Allocation]:
+        """DDP's buckets are filled without regard to blocks: all of them together are as large as the gradients."""
+        kept = [each for each in group if each.freed is None]
+        if not kept or not per_block:
+            return []
+        largest = self._copied(max(kept, key=lambda each: each.size), None, 0)
+        missing = per_block * self._extra
+        whole, rest = divmod(missing, largest.size)
+        return [replace(largest) for _ in range(whole)] + ([replace(largest, size=rest)] if rest else [])
+
+
+def _tick(operation: Operation) -> int:
+    return operation.tick
+
+
+def _family_of(trace: Trace, period: int) -> tuple[str, int, int]:
+    """Return the name of the list of blocks, the number of its first, and how many repeat."""
+    numbers: dict[str, set[int]] = {}
+    for module in {operation.module for operation in trace.operations}:
+        name = block_of(module)
+        if name is not None:
+            numbers.setdefault(name.rpartition(".")[0], set()).add(int(name.rpartition(".")[2]))
+    if not numbers:
+        raise CannotExpandError("no operation is in a numbered block.")
+    family, found = max(numbers.items(), key=lambda item: (len(item[1]), item[0]))
+    count = len(found) // period
+    if count < 3 or len(found) % period or max(found) - min(found) + 1 != len(found):
+        raise CannotExpandError(f"the numbers of the blocks in {family!r} are {sorted(found)}.")
+    return family, min(found), count
+
+
+def _repetition(keys: Sequence[Hashable], times: int) -> tuple[int, int] | None:
+    """Return begin and length of the longest sequence that stands so many times in a row."""
+    total = len(keys)
+    if total > _LONGEST_LIST:
+        return None
+    for length in range(total // times, 0, -1):
+        run = 0
+        for index in range(total - length):
+            run = run + 1 if keys[index] == keys[index + length] else 0
+            if run == (times - 1) * length:
+                return index - run + 1, length
+    return None
