@@ -1,18 +1,21 @@
 """Plan a run from traces of some of its ranks: `plan_run`.
 
 [Note: few blocks] Tracing takes a second per block and micro-batch. A deep model is therefore traced twice, with few of
-its repeated blocks and with some more. Memory, communication and time grow with every block by the same amount, so two
-points give the line on which the whole model lies.
+its repeated blocks and with some more. Communication and time grow with every block by the same amount, so two points
+give the line on which the whole model lies. Memory is computed from the larger trace, expanded to all blocks:
+[Note: blocks in between].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from .ledger import extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
+from .memory.expand import CannotExpandError, expanded
 from .memory.fit import Fit, fit_of, libraries_of
 from .memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
 from .memory.peak import Memory, memory_of
@@ -108,19 +111,29 @@ class Depths:
         whole = ceil(self.larger.all_blocks / stages) * stages
         return (whole - self.smaller.blocks) / (self.larger.blocks - self.smaller.blocks)
 
+    @cached_property
+    def whole(self) -> Trace | None:
+        """The trace of all blocks, for memory only; None if it cannot be made from few of them."""
+        if self.smaller is self.larger:
+            return self.larger
+        few, more = (trace.blocks // trace.stages for trace in (self.smaller, self.larger))
+        try:
+            return expanded(self.larger, round((self.factor - 1) * (more - few)), period=max(1, more // MORE))
+        except CannotExpandError:
+            return None
+
     def memory(self) -> Memory:
         """Return the memory of the whole model."""
-        larger = memory_of(self.larger)
-        if self.smaller is self.larger:
-            return larger
-        smaller = memory_of(self.smaller)
+        if self.whole is not None:
+            return memory_of(self.whole)
+        smaller, larger = memory_of(self.smaller), memory_of(self.larger)
         return extrapolated(smaller, larger, round(smaller.blocks + self.factor * (larger.blocks - smaller.blocks)))
 
     def levers(self, memory: Memory) -> list[Lever]:
         """Return what would save memory."""
-        peaks = lever_peaks(self.larger)
-        if self.smaller is not self.larger:
-            peaks = extrapolated_peaks(lever_peaks(self.smaller), peaks, self.factor)
+        if self.whole is not None:
+            return levers_of(self.whole, memory, lever_peaks(self.whole))
+        peaks = extrapolated_peaks(lever_peaks(self.smaller), lever_peaks(self.larger), self.factor)
         return levers_of(self.larger, memory, peaks)
 
     def timing(self, cluster: Cluster) -> Timing:
@@ -167,7 +180,13 @@ def _fits(plan: Plan, cluster: Cluster, catalogue: Catalogue | None) -> list[Fit
     groups = len({row.axis for row in largest.ledger})
     others = [] if catalogue is None else [d for d in catalogue.devices.values() if d.name != cluster.device.name]
     return [
-        fit_of(largest.memory, device.name, device.memory, libraries_of(0, groups), largest.rank)
+        fit_of(
+            largest.memory,
+            device.name,
+            device.memory + device.context,
+            libraries_of(device.context, groups),
+            largest.rank,
+        )
         for device in (cluster.device, *sorted(others, key=lambda device: device.memory))
     ]
 

@@ -45,13 +45,14 @@ class Device:
 
     name: str
     memory: int
-    """Bytes that a process can allocate."""
+    """Bytes that a process can allocate, beside those that the driver takes for it (`context`)."""
     peaks: dict[str, float]
     """Number format, such as `bf16` -> FLOP per second of dense products."""
     bandwidth: float
     """Bytes per second of its memory."""
     efficiency: Efficiency
     source: str
+    context: int = 0
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP per second of a torch dtype, that of a wider format if the device lacks it."""
@@ -104,8 +105,8 @@ class Cluster:
         return found
 
     def with_memory(self, memory: int) -> Cluster:
-        """Return the same devices with another memory in bytes."""
-        return replace(self, device=replace(self.device, memory=memory))
+        """Return the same devices with another memory in bytes, all of which a process can allocate."""
+        return replace(self, device=replace(self.device, memory=memory, context=0))
 
 
 class UnknownDeviceError(ValueError):
@@ -190,6 +191,7 @@ def _catalogue(data: dict[str, Any]) -> Catalogue:
             bandwidth=entry["gb_s"] * 1e9,
             efficiency=families[entry["family"]],
             source=entry["source"],
+            context=int(data["context_gib"] * _GIB),
         )
         nodes[name] = kinds[entry["node"]]
         for alias in (name, *entry.get("names", ())):
