@@ -73,6 +73,16 @@ def test_a_collective_on_the_main_stream_is_exposed() -> None:
     assert timing.communication == pytest.approx(timing.exposed)
 
 
+def test_a_collective_that_is_waited_for_later_runs_beside_the_computation() -> None:
+    def exposed(needed: int) -> float:
+        return timed(matmul(10), gather(11, needed, stream=MAIN_STREAM), matmul(12), matmul(13)).exposed[
+            "all_gather dp_shard"
+        ]
+
+    assert exposed(12) == pytest.approx(collective_seconds(gather(0, None), H100))
+    assert exposed(13) == 0
+
+
 def test_a_gather_hides_behind_the_layer_before_its_use() -> None:
     first, second = gather(10, 11), gather(12, 13)
     timing = timed(first, matmul(11), second, matmul(13))

@@ -107,7 +107,7 @@ class _Simulation:
             _add(flops, format_of(operation.dtype), operation.flops)
 
     def communicate(self, collective: Collective) -> None:
-        """Run a collective: on the main stream at once, on others beside the computation."""
+        """Run a collective: at once if the main stream waits for it there, else beside the computation."""
         timing, key = self._timing, key_of(collective)
         seconds = self._seconds(collective)
         _add(timing.communication, key, seconds)
@@ -116,7 +116,7 @@ class _Simulation:
         self._host += self._cluster.device.efficiency.host_us * 1e-6
         if collective.name in ("send", "recv"):  # a pipeline's schedule decides who waits
             return
-        if collective.stream == MAIN_STREAM:
+        if collective.stream == MAIN_STREAM and (collective.needed or 0) <= collective.tick:
             end = max(self._main, self._host) + seconds
             _add(timing.exposed, key, end - self._main)
             self._advance(end, collective.phase)
@@ -159,7 +159,7 @@ class _Simulation:
         Parameters exist before the step, so that they are gathered while the layer before still computes; not
         earlier, because only one layer ahead has memory. Gradients have to be computed first.
         """
-        if collective.name == "all_gather":
+        if collective.name == "all_gather" and collective.stream != MAIN_STREAM:
             return max(self._host, self._consumed[collective.stream])
         return max(self._host, self._main)
 
