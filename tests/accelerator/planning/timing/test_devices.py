@@ -98,5 +98,10 @@ def test_a_file_in_another_form_is_refused_by_name(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_device_without_published_rows_has_a_wider_interval() -> None:
+    known, unknown = cluster("H100").interval, cluster("MI300X").interval
+    assert unknown.low < known.low < 1 < known.high < unknown.high
+
+
 def test_ranks_fill_one_node_after_the_other() -> None:
     assert cluster("64xH100").nodes_of((0, 1, 7, 8, 63)) == {0: 3, 1: 1, 7: 1}

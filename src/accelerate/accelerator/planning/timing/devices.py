@@ -37,6 +37,8 @@ class Efficiency:
     link: float
     network: float
     contention: float
+    fitted: bool
+    """Whether published runs on such devices were used; otherwise the factors are those of a relative."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Interval:
-    """Factors on predicted seconds between which nine of ten measured ones lie."""
+    """Factors on predicted seconds: nine of ten measured ones lie between them, or are assumed to."""
 
     low: float
     high: float
@@ -120,7 +122,7 @@ class Catalogue:
     devices: dict[str, Device]
     nodes: dict[str, Node]
     aliases: dict[str, str]
-    interval: Interval
+    intervals: dict[str, Interval]
 
     def cluster(self, text: str) -> Cluster:
         """Return the cluster of a text such as `64xH100`, `2x8xH100` (nodes, devices on each) or `H100`."""
@@ -135,7 +137,8 @@ class Catalogue:
             raise UnknownDeviceError(f"{text!r} are no devices: the numbers must be 1 or more.")
         if second:
             node = replace(node, devices=int(second))
-        return Cluster(self.devices[name], node, size, self.interval)
+        interval = self.intervals["fitted" if self.devices[name].efficiency.fitted else "assumed"]
+        return Cluster(self.devices[name], node, size, interval)
 
     def _name(self, kind: str) -> str:
         name = self.aliases.get(_plain(kind))
@@ -196,7 +199,8 @@ def _catalogue(data: dict[str, Any]) -> Catalogue:
         nodes[name] = kinds[entry["node"]]
         for alias in (name, *entry.get("names", ())):
             aliases[_plain(str(alias))] = name
-    return Catalogue(devices, nodes, aliases, Interval(**data["interval"]))
+    intervals = {name: Interval(**entry) for name, entry in data["intervals"].items()}
+    return Catalogue(devices, nodes, aliases, intervals)
 
 
 def _node(entry: dict[str, Any]) -> Node:
