@@ -86,12 +86,13 @@ def test_the_quick_tour_from_the_wheel_in_an_empty_environment(released: dict[st
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    run(sys.executable, "-m", "venv", "empty")
+    uv = shutil.which("uv")
+    run(sys.executable, "-m", "venv", *(["--without-pip"] if uv else []), "empty")
     programs = tmp_path / "empty" / "bin"
     constraints = ("--constraint", REPOSITORY / ".ci" / "constraints.txt") if (REPOSITORY / ".ci").exists() else ()
-    with_uv = (shutil.which("uv"), "pip", "install", "--python", programs / "python")
+    with_uv = (uv, "pip", "install", "--python", programs / "python")
     with_pip = (programs / "python", "-m", "pip", "install")
-    run(*(with_uv if shutil.which("uv") else with_pip), "--quiet", *constraints, wheel, time_limit=400)
+    run(*(with_uv if uv else with_pip), "--quiet", *constraints, wheel, time_limit=400)
     assert "empty" in run(programs / "python", "-c", "import accelerate; print(accelerate.__file__)")
 
     tour = (REPOSITORY / "docs" / "quick_tour.md").read_text()
