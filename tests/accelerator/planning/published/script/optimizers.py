@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from options import Options
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _GROUP = 256
 """Moments that share a scale."""
@@ -98,6 +99,8 @@ def sum_in_fp32(model: nn.Module) -> None:
 def _sum(param: Tensor) -> None:
     grad = param.grad
     assert grad is not None
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)  # that of an embedding is whole on every rank
     if hasattr(param, "main_grad"):
         param.main_grad.add_(grad)
     else:

@@ -1,0 +1,185 @@
+"""Plan published rows, and compare the plans with what was measured.
+
+    python -m tests.accelerator.planning.published.harness --output results.tsv
+    python -m tests.accelerator.planning.published.harness --sources torchtune litgpt --cache traces
+    python -m tests.accelerator.planning.published.harness --lines 2 35
+
+One process traces all rows, each rank in a process that is forked from it. Traces are kept in the folder `--cache`, so
+that a change of the computation of memory or time is judged without tracing again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accelerate.accelerator.planning.plan import Part, plan_run
+from accelerate.accelerator.planning.result import Plan
+from accelerate.accelerator.planning.timing.devices import load
+from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Step, Trace, read_trace
+from accelerate.commands.models.plan import plan_parser
+from accelerate.commands.models.traces import Traces
+
+from .outcomes import Outcome, summary, write_outcomes
+from .rows import Case, read_cases
+from .script.options import Options
+
+SCRIPT = Path(__file__).parent / "script" / "train.py"
+PASSES = 2
+"""Backward passes of a step that are traced: one without reduction of gradients, and the last."""
+
+
+@dataclass
+class CaseTraces:
+    """The traces of one case, with as few micro-batches as show what a step does."""
+
+    case: Case
+    folder: Path
+
+    @property
+    def options(self) -> Options:
+        """The case's options, with the micro-batches that are traced."""
+        assert self.case.options is not None
+        options = self.case.options
+        # Stage 0 of a pipeline holds as many micro-batches as there are stages; the next one takes freed memory.
+        enough = options.pp + 1 if options.pp > 1 else PASSES
+        return replace(options, accumulation=min(options.accumulation, enough))
+
+    def get(self, parts: Sequence[Part]) -> list[Trace]:
+        """Return traces as the whole step has them. All ranks of a stage do the same: the first stands for them."""
+        options = self.options
+        asked = [part if options.pp > 1 else replace(part, rank=0) for part in parts]
+        missing = [part for part in dict.fromkeys(asked) if not self._file(part).exists()]
+        if missing:
+            self._trace(missing)
+        return [self._whole(read_trace(self._file(part)), part.rank) for part in asked]
+
+    def first_pass(self, parts: Sequence[Part]) -> list[Trace]:
+        """Return the same traces with a last step that ends after its first backward pass."""
+        return [_until_second_pass(trace) for trace in self.get(parts)]
+
+    def _trace(self, parts: list[Part]) -> None:
+        command = ["--gpus", self.case.cluster, str(SCRIPT), "--options", self.options.to_json()]
+        args = plan_parser().parse_args(command)
+        cluster = load().cluster(self.case.cluster)
+        with tempfile.TemporaryDirectory() as folder:
+            traces = Traces(
+                args,
+                Path(folder),
+                world_size=cluster.size,
+                ranks_per_node=cluster.node.devices,
+                on_accelerators=True,
+            )
+            for part, trace in zip(parts, traces.get(parts), strict=True):
+                trace.save(self._file(part))
+
+    def _file(self, part: Part) -> Path:
+        asked = f"{self.options.to_json()} {self.case.cluster.partition('x')[0]} {part}"
+        return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.trace"
+
+    def _whole(self, trace: Trace, rank: int) -> Trace:
+        assert self.case.options is not None
+        options = self.case.options
+        trace = copy.copy(trace)
+        trace.rank = rank
+        if options.pp > 1:
+            times = options.accumulation / self.options.accumulation
+            trace.all_microbatches = options.accumulation
+            trace.steps = [replace(step, tokens=round(step.tokens * times)) for step in trace.steps]
+        return trace
+
+
+def _until_second_pass(trace: Trace) -> Trace:
+    step = trace.steps[-1]
+    inside = [operation for operation in trace.operations if step.began <= operation.tick < step.ended]
+    first_backward = next(operation.tick for operation in inside if operation.phase == BACKWARD)
+    end = next(
+        operation.tick
+        for operation in inside
+        if operation.tick > first_backward and operation.phase == FORWARD and not operation.recomputed
+    )
+    shortened = copy.copy(trace)
+    shortened.steps = [
+        *trace.steps[:-1],
+        Step(step.began, end, step.samples // step.passes, step.tokens // step.passes, 1),
+    ]
+    return shortened
+
+
+def plan_case(case: Case, folder: Path) -> tuple[Plan, float]:
+    """Return the plan of a case, and the tokens per second and device that it predicts."""
+    traces = CaseTraces(case, folder)
+    assert case.options is not None
+    catalogue = load()
+    cluster = catalogue.cluster(case.cluster)
+    plan = plan_run(traces.get, SCRIPT.name, cluster, case.cluster)
+    assert plan.rates is not None
+    more = 0 if case.options.pp > 1 else case.options.accumulation - traces.options.accumulation
+    if not more:
+        return plan, plan.rates.tokens_per_second_and_device
+    one = plan_run(traces.first_pass, SCRIPT.name, cluster, case.cluster)
+    assert one.rates is not None
+    tokens = plan.tokens + more * one.tokens
+    return plan, tokens / (plan.rates.seconds + more * one.rates.seconds) / cluster.size
+
+
+def outcome_of(case: Case, folder: Path) -> Outcome:
+    """Plan a case and compare; a case that cannot be planned has an outcome that says why."""
+    if case.options is None:
+        return Outcome(case, failure=case.reason)
+    began = time.monotonic()
+    try:
+        plan, rate = plan_case(case, folder)
+    except (ValueError, IndexError, StopIteration, ZeroDivisionError, KeyError) as error:
+        return Outcome(case, failure=f"not planned: {error}".replace("\n", " ")[:300])
+    memory = max((rank.memory for rank in plan.ranks), key=lambda memory: memory.allocated)
+    return Outcome(
+        case,
+        memory=getattr(memory, case.measure),
+        allocated=memory.allocated,
+        rate=rate,
+        verdict=plan.fits[0].verdict,
+        margin=plan.fits[0].margin,
+        planned_in=time.monotonic() - began,
+    )
+
+
+def outcomes_of(cases: Sequence[Case], folder: Path, output: Path | None = None) -> list[Outcome]:
+    """Plan cases one after the other; runs that differ in nothing but what was measured are planned once."""
+    outcomes: list[Outcome] = []
+    for case in cases:
+        outcomes.append(outcome_of(case, folder))
+        if case.options is not None:
+            print(outcomes[-1], flush=True)
+        if output is not None:
+            write_outcomes(outcomes, output)
+    return outcomes
+
+
+def main() -> None:
+    """Plan the rows that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", nargs="*", type=int, help="lines of the file; all of them by default")
+    parser.add_argument("--sources", nargs="*", help="sources, such as torchtitan")
+    parser.add_argument("--output", type=Path, help="write a row of figures per case to this TSV file")
+    parser.add_argument("--cache", type=Path, help="keep traces in this folder")
+    args = parser.parse_args()
+    cases = [
+        case
+        for case in read_cases()
+        if (not args.lines or case.line in args.lines) and (not args.sources or case.source in args.sources)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        cache = args.cache or Path(folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        print(summary(outcomes_of(cases, cache, args.output)))
+
+
+if __name__ == "__main__":
+    main()
