@@ -52,8 +52,36 @@ class _Sweep:
     """One pass over all blocks."""
 
     phase: str
+    number: int
     visits: dict[int, _Visit]
-    ascending: bool = True
+    """In the order of time."""
+
+    @property
+    def ascending(self) -> bool:
+        """Whether it begins with the first block."""
+        return next(iter(self.visits)) == 0
+
+    def is_over(self, phase: str, block: int, count: int) -> bool:
+        """Return whether an operation belongs to the next pass."""
+        return phase != self.phase or (len(self.visits) == count and block != next(reversed(self.visits)))
+
+    def add(self, block: int, begin: int, end: int) -> None:
+        """Add an operation."""
+        last = next(reversed(self.visits), None)
+        if block not in self.visits:
+            if last is not None:
+                self.visits[last].end = begin
+            self.visits[block] = _Visit(begin, end, block, self.number)
+        elif block == last:
+            self.visits[block].end = end
+
+    def check(self, count: int) -> None:
+        """Refuse a pass that does not go through all blocks in order."""
+        order = list(self.visits)
+        if len(order) < count:
+            raise CannotExpandError(f"a {self.phase} pass visits {len(order)} of {count} blocks.")
+        if order not in (list(range(count)), list(reversed(range(count)))):
+            raise CannotExpandError(f"a {self.phase} pass visits the blocks in the order {order}.")
 
 
 class _Expansion:
@@ -88,34 +116,20 @@ class _Expansion:
 
     def _find_sweeps(self) -> list[_Sweep]:
         sweeps: list[_Sweep] = []
-        order: list[int] = []
         starts = sorted({o.tick for o in self._trace.operations} | {a.born for a in self._trace.allocations})
         for operation in self._trace.operations:
             block = self._number(operation.module) if operation.phase in (FORWARD, BACKWARD) else None
             if block is None:
                 continue
+            if not sweeps or sweeps[-1].is_over(operation.phase, block, self.count):
+                sweeps.append(_Sweep(operation.phase, len(sweeps), {}))
             # What is freed before anything else begins belongs to this operation.
             after = bisect_right(starts, operation.tick)
-            end = starts[after] if after < len(starts) else operation.tick + 1
-            complete = len(order) == self.count
-            if not sweeps or operation.phase != sweeps[-1].phase or (complete and block != order[-1]):
-                if sweeps and not complete:
-                    raise CannotExpandError(f"a {sweeps[-1].phase} pass visits {len(order)} of {self.count} blocks.")
-                sweeps.append(_Sweep(operation.phase, {}))
-                order = []
-            visits = sweeps[-1].visits
-            if block not in visits:
-                if order:
-                    visits[order[-1]].end = operation.tick
-                visits[block] = _Visit(operation.tick, end, block, len(sweeps) - 1)
-                order.append(block)
-            if block == order[-1]:
-                visits[block].end = end
-            if len(order) == self.count and order != sorted(order, reverse=order[0] > order[-1]):
-                raise CannotExpandError(f"a {operation.phase} pass visits the blocks in the order {order}.")
-            sweeps[-1].ascending = order[0] <= order[-1]
-        if not sweeps or len(order) != self.count:
-            raise CannotExpandError("the last pass over the blocks is not complete.")
+            sweeps[-1].add(block, operation.tick, starts[after] if after < len(starts) else operation.tick + 1)
+        for sweep in sweeps:
+            sweep.check(self.count)
+        if not sweeps:
+            raise CannotExpandError("no pass visits the blocks.")
         return sweeps
 
     # --- ticks ------------------------------------------------------------------------------------------------------
