@@ -64,6 +64,19 @@ def test_micro_batches_have_passes_of_their_own() -> None:
     assert memory.most[TEMPORARIES] == 10
 
 
+def test_what_a_backward_pass_leaves_to_the_next_pass_are_gradients() -> None:
+    made = Maker()
+    made.trace.steps = [Step(0, 99, 2, 0, 2)]
+    made.at(FORWARD, "a").compute()
+    made.at(BACKWARD, "a").compute()
+    unreduced, short = made.make(100, TEMPORARIES), made.make(10, TEMPORARIES)
+    made.free(short)
+    made.at(FORWARD, "a").compute()
+    made.free(unreduced)
+    memory = memory_of(made.trace)
+    assert (memory.most[GRADIENTS], memory.most[TEMPORARIES]) == (100, 10)
+
+
 def test_the_setup_counts_apart() -> None:
     made = Maker()
     copy = made.at(SETUP).make(500, TEMPORARIES)

@@ -1,10 +1,10 @@
 """The life of every allocation of a trace, as arrays, and what it was used for.
 
 [Note: whose memory] A tracer cannot know what an intermediate result is for when it is made. Here its whole life is
-known. What the forward pass makes and a later pass frees was kept for the backward pass: activations. What is freed
-within its own pass is a temporary. A pass is an uninterrupted run of one phase, so that micro-batches count one by one.
-All other memory (weights, gradients, optimizer state, gathered parameters, buffers of collectives) is known when it is
-made.
+known. What the forward pass makes and a later pass frees was kept for the backward pass: activations. What the backward
+pass makes and leaves to a later pass are gradients, such as those that FSDP accumulates before it reduces them. What is
+freed within its own pass is a temporary. A pass is an uninterrupted run of one phase, so that micro-batches count one
+by one. All other memory (weights, optimizer state, gathered parameters, buffers of collectives) is known at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..trace import ACTIVATIONS, FORWARD, OWNERS, TEMPORARIES, Trace
+from ..trace import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OWNERS, TEMPORARIES, Trace
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-_KEPT, _SHORT = OWNERS.index(ACTIVATIONS), OWNERS.index(TEMPORARIES)
+_KEPT, _SHORT, _GRADIENTS = (OWNERS.index(owner) for owner in (ACTIVATIONS, TEMPORARIES, GRADIENTS))
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -71,8 +71,10 @@ def lifetimes_of(trace: Trace, passes: Passes) -> Lifetimes:
     freed = np.where(freed < 0, last + 1, freed)
     owner = np.fromiter((numbers[a.owner] for a in allocations), np.int64, count)
     forward = np.fromiter((a.phase == FORWARD for a in allocations), np.bool_, count)
-    kept = forward & (passes.at(freed - 1) > passes.at(born))
-    owner = np.where((owner == _KEPT) | (owner == _SHORT), np.where(kept, _KEPT, _SHORT), owner)
+    backward = np.fromiter((a.phase == BACKWARD for a in allocations), np.bool_, count)
+    longer = passes.at(freed - 1) > passes.at(born)
+    by_life = np.where(forward & longer, _KEPT, np.where(backward & longer, _GRADIENTS, _SHORT))
+    owner = np.where((owner == _KEPT) | (owner == _SHORT), by_life, owner)
     return Lifetimes(np.fromiter((a.size for a in allocations), np.int64, count), born, freed, owner)
 
 

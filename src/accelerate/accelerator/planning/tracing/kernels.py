@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _LARGEST_FLASH_HEAD = 256
 _IN_FP32 = {
@@ -32,7 +33,10 @@ def use_accelerator_kernels() -> None:
     F.scaled_dot_product_attention = _attention
     optimizers: Any = sys.modules[Optimizer.__module__]
     optimizers._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
-    AcceleratorAutocast().__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
+    autocast = AcceleratorAutocast()
+    autocast.__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
+    nn_module.register_module_forward_pre_hook(autocast.enter_module)
+    nn_module.register_module_forward_hook(autocast.leave_module, always_call=True)
 
 
 def _attention(
@@ -53,9 +57,8 @@ def _attention(
     attended: Tensor
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= _LARGEST_FLASH_HEAD and query.dim() == 4:
-        repeats = query.shape[1] // key.shape[1] if enable_gqa else 1
-        if repeats > 1:
-            key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        if enable_gqa:
+            key, value = _repeated(query, key, value)
         attended, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
@@ -64,8 +67,8 @@ def _attention(
         options = {"scale": scale, "enable_gqa": enable_gqa}
         attended = _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return attended
-    if enable_gqa and query.shape[1] != key.shape[1]:
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    if enable_gqa:
+        key, value = _repeated(query, key, value)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
     logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
@@ -78,6 +81,12 @@ def _attention(
 _plain_attention: Callable[..., Any] = F.scaled_dot_product_attention
 
 
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every head of the queries its own keys and values."""
+    repeats = query.shape[1] // key.shape[1]
+    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+
+
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return a mask as the kernel takes it: added to the scores, and expanded without a copy."""
     if mask.dtype is torch.bool:
@@ -88,12 +97,29 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 class AcceleratorAutocast(TorchFunctionMode):
     """Cast inputs to fp32 inside of autocast, for the functions that a GPU computes in fp32."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered_for: list[nn.Module] = []
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function as autocast on a GPU would."""
         kwargs = kwargs or {}
         if function in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = [_in_fp32(arg) for arg in args], {name: _in_fp32(arg) for name, arg in kwargs.items()}
         return function(*args, **kwargs)
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """Come into force in a module that is recomputed: autograd's engine runs without modes."""
+        modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not any(mode is self for mode in modes):
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._entered_for.append(module)
+
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End with the module."""
+        if self._entered_for and self._entered_for[-1] is module:
+            self._entered_for.pop()
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _in_fp32(arg: Any) -> Any:
