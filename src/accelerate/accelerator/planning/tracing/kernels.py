@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _foreach_utils
 
 _LARGEST_FLASH_HEAD = 256
 _IN_FP32 = {
@@ -31,8 +33,10 @@ _IN_FP32 = {
 def use_accelerator_kernels() -> None:
     """Run what follows as on a GPU: fused attention, optimizers over lists of tensors, a GPU's autocast."""
     F.scaled_dot_product_attention = _attention
-    optimizers: Any = sys.modules[Optimizer.__module__]
-    optimizers._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
+    places: tuple[Any, ...] = (sys.modules[Optimizer.__module__], _foreach_utils)
+    for place in places:
+        place._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
+        place._foreach_supported_types.append(FakeTensor)
     autocast = AcceleratorAutocast()
     autocast.__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
     nn_module.register_module_forward_pre_hook(autocast.enter_module)
