@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate.accelerator.planning.report.data import as_json
 from accelerate.accelerator.planning.report.numbers import amount, duration, mesh, size
 from accelerate.accelerator.planning.report.page import as_page
 from accelerate.accelerator.planning.report.picture import picture
+from accelerate.accelerator.planning.report.tables import fit_table
 from accelerate.accelerator.planning.report.text import as_text
 from accelerate.accelerator.planning.result import Plan
 from accelerate.accelerator.planning.trace import OWNERS, WEIGHTS
@@ -52,6 +54,15 @@ def test_the_text_has_every_table(plan: Plan) -> None:
     assert "--fsdp_offload_params true" in text
     assert "1. accelerate launch --use_fsdp train.py" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "--" not in line)
+
+
+def test_devices_with_about_enough_memory_are_shown_first(plan: Plan) -> None:
+    own = plan.fits[0]
+    others = [replace(own, device=f"{size} GiB", capacity=size * 2**30) for size in range(10, 90, 10)]
+    many = replace(plan, fits=[own, *others])
+    names = [row[0] for row in fit_table(many, near=True).rows]
+    assert names == ["H100-SXM", *(f"{size} GiB" for size in (10, 20, 30, 40, 50, 60))]
+    assert len(fit_table(many).rows) == 9
 
 
 def test_the_json_holds_the_same_numbers(plan: Plan) -> None:

@@ -28,6 +28,7 @@ from .tables import (
 )
 
 _BEST = 3
+_TIGHT = "Tight: what is allocated fits, but not what the allocator would hold."
 
 
 def as_page(plan: Plan, version: str) -> str:
@@ -90,7 +91,11 @@ def _sections(plan: Plan) -> list[str]:
     tables: Sequence[tuple[str, Table, str]] = (
         ("Memory per rank", memory_table(plan), ""),
         (f"Largest at the peak of rank {plan.largest.rank}", largest_table(plan.largest), ""),
-        ("Devices", fit_table(plan), "Tight: allocated memory fits, but not all that the allocator would hold."),
+        (
+            "Devices",
+            fit_table(plan, near=True),
+            _TIGHT,
+        ),
         (
             "What saves memory",
             lever_table(plan, prices=True),
@@ -110,6 +115,8 @@ def _sections(plan: Plan) -> list[str]:
         changes = "".join(f"<p>In the script: {escape(change)}</p>" for change in candidate.changes)
         yaml = f"<pre>{escape(candidate.yaml)}</pre>" if candidate.yaml else ""
         parts.append(_section(f"{number}. of the search", f"<pre>{escape(candidate.command)}</pre>{changes}{yaml}"))
+    if len(plan.fits) > len(fit_table(plan, near=True).rows):
+        parts.append(_section("All devices", _table(fit_table(plan)), opened=False))
     if plan.guesses:
         parts.append(_section("Guessed numbers", _listed(plan.guesses)))
     return [*parts, _section("What a plan cannot know", _listed(CANNOT_KNOW))]
@@ -127,11 +134,17 @@ def _listed(words: Sequence[str]) -> str:
 def _table(table: Table) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{_class(table, column)}>{escape(cell.strip())}</{tag}>" for column, cell in enumerate(row)
+            f"<{tag}{_class(table, column)}>{_words(cell) if column in table.wide else escape(cell.strip())}</{tag}>"
+            for column, cell in enumerate(row)
         )
 
     rows = [f"<tr{_marked(table, number)}>{cells(row, 'td')}</tr>" for number, row in enumerate(table.rows)]
     return f"<table><thead><tr>{cells(table.head, 'th')}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _words(text: str) -> str:
+    """Return text that breaks between words only: a flag stays whole."""
+    return " ".join(f'<span class="word">{escape(word)}</span>' for word in text.split())
 
 
 def _class(table: Table, column: int) -> str:

@@ -69,7 +69,7 @@ class _Frame:
         unit, name = next(
             (u, n) for u, n in ((GIB, "GiB"), (GIB / 1024, "MiB"), (GIB / 2**20, "KiB"), (1.0, "B")) if self.top >= u
         )
-        step = _nice(self.top / unit / 5)
+        step = _nice(self.top / unit / 6)
         lines = []
         for number in range(int(self.top / unit / step) + 1):
             height = self.y(number * step * unit)

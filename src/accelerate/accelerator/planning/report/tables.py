@@ -10,6 +10,8 @@ from ..result import Candidate, Plan, RankPlan
 from ..trace import OWNERS
 from .numbers import amount, duration, gib, mesh, share, size
 
+_NEAR = 3
+"""Kinds of devices with a little less and a little more than enough memory that are shown at first."""
 CANNOT_KNOW = (
     "Workspaces that kernels take inside of one operation (cuBLAS, cuDNN, attention of other libraries).",
     "The order in which streams really run, which changes what the allocator can reuse. It is simulated for the order "
@@ -71,10 +73,15 @@ def largest_table(rank: RankPlan) -> Table:
     return table
 
 
-def fit_table(plan: Plan) -> Table:
-    """Return on which devices the largest rank fits."""
+def fit_table(plan: Plan, near: bool = False) -> Table:
+    """Return on which devices the largest rank fits: on all, or on the run's own and those with about enough memory."""
     table = Table(("device", "verdict", "memory", "needed", "margin"), words=2)
-    for fit in plan.fits:
+    shown = plan.fits[:1] + sorted(plan.fits[1:], key=lambda fit: fit.capacity)
+    if near:
+        enough = [fit for fit in shown[1:] if fit.verdict in (FITS, EXPANDABLE)]
+        less = [fit for fit in shown[1:] if fit.verdict not in (FITS, EXPANDABLE)]
+        shown = [*shown[:1], *less[-_NEAR:], *enough[:_NEAR]]
+    for fit in shown:
         table.marks[len(table.rows)] = kind_of(fit.verdict)
         table.rows.append(
             (fit.device, fit.verdict, size(fit.capacity), size(fit.needed + fit.libraries), _signed(fit.margin))

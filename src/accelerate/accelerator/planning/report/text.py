@@ -34,7 +34,7 @@ def as_text(plan: Plan) -> str:
     sections = [
         ("memory per rank", memory_table(plan)),
         (f"largest at the peak of rank {plan.largest.rank}", largest_table(plan.largest)),
-        ("devices", fit_table(plan)),
+        ("devices", fit_table(plan, near=True)),
         ("what saves memory (estimates)", lever_table(plan)),
         (f"communication of rank {slowest.rank} in a step", ledger_table(slowest)),
         (f"time of rank {slowest.rank}", time_table(slowest)),

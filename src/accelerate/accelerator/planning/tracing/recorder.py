@@ -109,16 +109,15 @@ class Recorder(TorchDispatchMode):
         finally:
             self.stream, self.owner = before
 
-    def claim(self, tensor: Any, owner: str) -> None:
-        """Attribute the memory of a tensor to an owner, from its beginning."""
+    def claim(self, tensor: Any, owner: str, module: str) -> None:
+        """Attribute the memory of a tensor to an owner and a module, from its beginning."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not isinstance(local, FakeTensor):
             return
+        self._see(local, owner)
         known = self._live.get(local.untyped_storage()._cdata)
         if known is not None:
-            known[0].owner = owner
-        else:
-            self._see(local, owner)
+            known[0].owner, known[0].module = owner, module
 
     def wait(self, collectives: list[Collective]) -> None:
         """Note that computation waits for collectives here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,7 @@ class Script:
         self._truncation = Truncation(request.blocks)
         self._models: list[nn.Module] = []
         self._names: dict[int, str] = {}
+        self._module_of: dict[Tensor, str] = {}
         self._running: list[str] = []
         self._in_backward = ""
         self._passes = 0
@@ -142,8 +142,9 @@ class Script:
         for model in models:
             self._models.append(model)
             self._names |= {id(module): name for name, module in model.named_modules()}
-            for tensor in _tensors(model):
-                self._recorder.claim(tensor, WEIGHTS)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                self._module_of[tensor] = name.rpartition(".")[0]
+                self._recorder.claim(tensor, WEIGHTS, self._module_of[tensor])
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -175,16 +176,16 @@ class Script:
         for model in self._models:
             for param in model.parameters():
                 if param.grad is not None:
-                    self._recorder.claim(param.grad, GRADIENTS)
+                    self._recorder.claim(param.grad, GRADIENTS, self._module_of.get(param, ""))
         self._passes += 1
         self._in_backward = ""
         self._recorder.phase = UPDATE
 
     def _after_step(self, optimizer: Any, *args: Any) -> None:
-        for state in optimizer.state.values():
+        for param, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self._recorder.claim(value, OPTIMIZER)
+                    self._recorder.claim(value, OPTIMIZER, self._module_of.get(param, ""))
         if self._recorder.phase not in (UPDATE, BACKWARD):
             return  # a second optimizer of the same step
         samples, tokens = self.batches.take()
@@ -206,11 +207,6 @@ class Script:
 
 def _sizes(mesh: Any) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-
-
-def _tensors(model: nn.Module) -> Iterable[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
