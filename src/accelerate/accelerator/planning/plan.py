@@ -27,18 +27,19 @@ from .timing.rates import Rates, rates
 from .timing.step import Timing, time_step
 from .trace import Trace
 
-FEW, MORE = 3, 5
-"""Repeated blocks of the two traces of a deep model, or of each of a pipeline's stages."""
+FEW, MORE = (3, 2), (5, 3)
+"""Repeated blocks of the two traces of a deep model, and of each stage if it is a pipeline."""
 _ALL_STAGES = 4
 """The longest pipeline whose stages are all traced; in a longer one the second stands for those in the middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One trace that is wanted: a rank, and how many repeated blocks of the model, or of a stage."""
+    """One trace that is wanted: a rank, and how many repeated blocks of the model, and of a pipeline's stage."""
 
     rank: int
-    blocks: int | None
+    blocks: tuple[int, int] | None
+    """None for all of them."""
 
 
 Tracer = Callable[[Sequence[Part]], list[Trace]]
@@ -118,7 +119,11 @@ class Depths:
             return self.larger
         few, more = (trace.blocks // trace.stages for trace in (self.smaller, self.larger))
         try:
-            return expanded(self.larger, round((self.factor - 1) * (more - few)), period=max(1, more // MORE))
+            return expanded(
+                self.larger,
+                round((self.factor - 1) * (more - few)),
+                period=max(1, more // MORE[self.larger.stages > 1]),
+            )
         except CannotExpandError:
             return None
 

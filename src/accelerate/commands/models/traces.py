@@ -99,12 +99,12 @@ class Traces:
             processes=1,
             port=1,
             variables=variables,
-            folder=self._folder / f"rank_{part.rank}_{part.blocks}",
+            folder=self._folder / f"rank_{part.rank}_{part.blocks and part.blocks[0]}",
             before=partial(trace_script, request),
         )
 
     def _output(self, part: Part) -> Path:
-        return self._folder / f"rank_{part.rank}_{part.blocks}" / "trace"
+        return self._folder / f"rank_{part.rank}_{part.blocks and part.blocks[0]}" / "trace"
 
     def _import_before_fork(self) -> None:
         """Import what takes seconds, once for all traces."""

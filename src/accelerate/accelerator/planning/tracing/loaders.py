@@ -20,6 +20,8 @@ class Batches:
     def __init__(self) -> None:
         self.samples = 0
         self.tokens = 0
+        self.fraction = 1.0
+        """The part of each batch that the script gets; whole batches are counted."""
 
     def count(self, batch: Any) -> None:
         """Count samples, the rows of the first tensor, and tokens, the elements of the largest of whole numbers."""
@@ -55,12 +57,14 @@ def give_batches_without_data(recorder: Recorder, batches: Batches) -> None:
             except StopIteration:
                 return
             batches.count(batch)
-            yield tree_map(_without_data, batch)
+            yield tree_map(lambda leaf: _without_data(leaf, batches.fraction), batch)
 
     DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
 
 
-def _without_data(leaf: Any) -> Any:
+def _without_data(leaf: Any, fraction: float) -> Any:
     if type(leaf) is not Tensor and not isinstance(leaf, FakeTensor):
         return leaf
+    if fraction < 1 and leaf.dim() > 0:
+        leaf = leaf[: max(1, round(leaf.shape[0] * fraction))]
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)

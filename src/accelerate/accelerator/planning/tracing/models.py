@@ -14,7 +14,7 @@ _COUNTED_AS_NAMES = ("idx", "index", "number", "_id")
 class Truncation:
     """Shorten lists of equal blocks, and forget the parameters of the others."""
 
-    def __init__(self, blocks: int | None) -> None:
+    def __init__(self, blocks: tuple[int, int] | None) -> None:
         self._wanted = blocks
         self.kept = 0
         self.found = 0
@@ -27,7 +27,10 @@ class Truncation:
             return
         self.found = max(self.found, len(longest))
         period = _period([_signature(block) for block in longest.children()])
-        wanted = len(longest) if self._wanted is None else min(len(longest), self._wanted * period * stages)
+        wanted = len(longest)
+        if self._wanted is not None:
+            model_blocks, stage_blocks = self._wanted
+            wanted = min(wanted, period * (model_blocks if stages == 1 else stage_blocks * stages))
         self.kept = max(self.kept, wanted)
         if wanted == len(longest):
             return

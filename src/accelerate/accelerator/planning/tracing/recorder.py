@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..trace import (
@@ -133,6 +132,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation on tensors without data, and write down what it does on a device."""
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # every operator asks for it
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with the local tensors
@@ -146,10 +147,12 @@ class Recorder(TorchDispatchMode):
         self._values.learn(function, args, result)
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
         owner = self.owner or (COMMUNICATION if inside_collective else _OWNER_OF_PHASE.get(self._phase(), TEMPORARIES))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        outputs = _fakes(result)
         for tensor in outputs:
             self._see(tensor, owner)
+        if function.is_view:
+            return result
+        inputs = _fakes((*args, *kwargs.values()))
         if self._phase() != SETUP:
             self._bring_to_device(inputs)
         if inside_collective:
@@ -164,7 +167,7 @@ class Recorder(TorchDispatchMode):
     def _note_operation(
         self, function: Any, args: Any, kwargs: Any, result: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
     ) -> None:
-        if function.is_view or function in _NO_KERNEL or not (inputs or outputs):
+        if function in _NO_KERNEL or not (inputs or outputs):
             return
         packet = function._overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
@@ -274,6 +277,17 @@ def _product_shape(args: Any) -> tuple[int, ...]:
     return batch * first.shape[-2], first.shape[-1], second.shape[-1]
 
 
+def _fakes(data: Any) -> list[FakeTensor]:
+    """Return the tensors of an operator's arguments or results: it takes and returns tensors and lists of them."""
+    found = []
+    for item in data if isinstance(data, (tuple, list)) else (data,):
+        if isinstance(item, FakeTensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            found += _fakes(item)
+    return found
+
+
 def _bytes(data: Any) -> int:
     """Return the bytes of a tensor or of a list of them; a collective names its larger side in one argument."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(data) if isinstance(leaf, FakeTensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in _fakes(data))

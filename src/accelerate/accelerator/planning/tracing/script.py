@@ -35,8 +35,8 @@ class Request:
     world_size: int
     output: Path
     steps: int = 2
-    blocks: int | None = None
-    """Repeated blocks of each pipeline stage; None traces all of them."""
+    blocks: tuple[int, int] | None = None
+    """Repeated blocks of the model, and of each stage of a pipeline; None traces all of them."""
     on_accelerators: bool = True
     """Whether kernels are chosen as on a GPU; otherwise as on the CPU of this machine."""
 
@@ -83,6 +83,8 @@ class Script:
         self._running: list[str] = []
         self._in_backward = ""
         self._passes = 0
+        self._microbatches = 1.0
+        """Micro-batches of a pipeline for each that is traced."""
         self._began = 0
         recorder.module = self._module
 
@@ -99,7 +101,8 @@ class Script:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             plain_backward(*args, **kwargs)
-            script._after_backward()
+            if torch._C._current_autograd_node() is None:  # recomputed blocks have backward passes inside of one
+                script._after_backward()
 
         Accelerator._prepare_bundle = prepare_bundle  # type: ignore[method-assign]
         torch.autograd.backward = backward
@@ -135,8 +138,18 @@ class Script:
         if ranks > 1:
             config = accelerator.settings.parallelism.pp_handler
             trace.schedule = config.schedule
-            trace.stages = ranks * (config.stages_per_rank if config.schedule == "interleaved" else 1)
+            trace.stages = ranks * config.stages_per_rank
+            self._trace_fewer_microbatches(config, ranks)
             trace.stage = coordinates_of(trace.rank, tuple(trace.axes.values()))[list(trace.axes).index("pp")]
+
+    def _trace_fewer_microbatches(self, config: Any, ranks: int) -> None:
+        """Trace as many micro-batches as are in flight at once; the others repeat this."""
+        wanted = config.microbatches or ranks
+        enough = {"1f1b": ranks, "interleaved": 2 * ranks}.get(config.schedule, wanted)
+        if self._request.blocks is not None and wanted > enough:
+            config.microbatches = enough
+            self._microbatches = wanted / enough
+            self.batches.fraction = enough / wanted
 
     def _after_prepare(self, models: list[nn.Module]) -> None:
         for model in models:
@@ -189,7 +202,9 @@ class Script:
         if self._recorder.phase not in (UPDATE, BACKWARD):
             return  # a second optimizer of the same step
         samples, tokens = self.batches.take()
-        self._trace.microbatches = self._trace.all_microbatches = self._passes if self._trace.stages > 1 else 1
+        if self._trace.stages > 1:
+            self._trace.microbatches = self._passes
+            self._trace.all_microbatches = round(self._passes * self._microbatches)
         self._trace.steps.append(
             Step(began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes)
         )
