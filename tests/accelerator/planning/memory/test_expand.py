@@ -103,3 +103,14 @@ def test_the_longest_repetition_is_found() -> None:
     assert _repetition("xabcabcabcyz", 3) == (1, 3)
     assert _repetition("abab", 3) is None
     assert _repetition("aaaaaa", 3) == (0, 2)
+
+
+def test_a_loss_in_parts_is_no_list_over_all_blocks() -> None:
+    def with_parts(blocks: int) -> Trace:
+        trace = model(blocks)
+        last = max(o.tick for o in trace.operations if o.phase == FORWARD)
+        parts = [Allocation(9 * MIB, "temporaries", last + 1, last + 2, "", FORWARD) for _ in range(8)]
+        trace.allocations = sorted([*trace.allocations, *parts], key=lambda each: each.born)
+        return trace
+
+    assert memory_of(expanded(with_parts(4), 20)).most["temporaries"] == memory_of(with_parts(24)).most["temporaries"]

@@ -17,11 +17,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from accelerate.accelerator.planning.plan import Part, plan_run
-from accelerate.accelerator.planning.result import Plan
+from accelerate.accelerator.planning.memory.fit import Fit, fit_of, libraries_of
+from accelerate.accelerator.planning.memory.peak import Memory
+from accelerate.accelerator.planning.plan import Depths, Part, plan_run
 from accelerate.accelerator.planning.timing.devices import load
+from accelerate.accelerator.planning.timing.rates import rates
 from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Step, Trace, read_trace
 from accelerate.commands.models.plan import plan_parser
 from accelerate.commands.models.traces import Traces
@@ -80,7 +83,7 @@ class CaseTraces:
                 trace.save(self._file(part))
 
     def _file(self, part: Part) -> Path:
-        asked = f"{self.options.to_json()} {self.case.cluster.partition('x')[0]} {part}"
+        asked = f"{_script_text()} {self.options.to_json()} {self.case.cluster.partition('x')[0]} {part}"
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.trace"
 
     def _whole(self, trace: Trace, rank: int) -> Trace:
@@ -93,6 +96,11 @@ class CaseTraces:
             trace.all_microbatches = options.accumulation
             trace.steps = [replace(step, tokens=round(step.tokens * times)) for step in trace.steps]
         return trace
+
+
+@cache
+def _script_text() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(SCRIPT.parent.glob("*.py")))
 
 
 def _until_second_pass(trace: Trace) -> Trace:
@@ -112,21 +120,38 @@ def _until_second_pass(trace: Trace) -> Trace:
     return shortened
 
 
-def plan_case(case: Case, folder: Path) -> tuple[Plan, float]:
-    """Return the plan of a case, and the tokens per second and device that it predicts."""
+@dataclass(frozen=True)
+class Planned:
+    """What a plan says of a case."""
+
+    memory: Memory
+    """Of the rank that has the most."""
+    rate: float
+    """Tokens per second and device."""
+    fit: Fit
+
+
+def plan_case(case: Case, folder: Path) -> Planned:
+    """Plan a case: a pipeline by all of its stages, anything else by its first rank."""
     traces = CaseTraces(case, folder)
+    cluster = load().cluster(case.cluster)
+    if traces.options.pp > 1:
+        plan = plan_run(traces.get, SCRIPT.name, cluster, case.cluster)
+        assert plan.rates is not None
+        return Planned(plan.largest.memory, plan.rates.tokens_per_second_and_device, plan.fits[0])
+    depths = Depths.of_rank(traces.get, 0)
+    memory, device = depths.memory(), cluster.device
+    libraries = libraries_of(device.context, len({collective.axis for collective in depths.larger.collectives}))
+    fit = fit_of(memory, device.name, device.memory + device.context, libraries)
+    whole = rates(depths.timing(cluster), depths.larger, cluster)
     assert case.options is not None
-    catalogue = load()
-    cluster = catalogue.cluster(case.cluster)
-    plan = plan_run(traces.get, SCRIPT.name, cluster, case.cluster)
-    assert plan.rates is not None
-    more = 0 if case.options.pp > 1 else case.options.accumulation - traces.options.accumulation
-    if not more:
-        return plan, plan.rates.tokens_per_second_and_device
-    one = plan_run(traces.first_pass, SCRIPT.name, cluster, case.cluster)
-    assert one.rates is not None
-    tokens = plan.tokens + more * one.tokens
-    return plan, tokens / (plan.rates.seconds + more * one.rates.seconds) / cluster.size
+    more = case.options.accumulation - traces.options.accumulation
+    tokens, seconds = whole.tokens_per_second * whole.seconds, whole.seconds
+    if more:
+        first = Depths.of_rank(traces.first_pass, 0)
+        one = rates(first.timing(cluster), first.larger, cluster)
+        tokens, seconds = tokens + more * one.tokens_per_second * one.seconds, seconds + more * one.seconds
+    return Planned(memory, tokens / seconds / cluster.size, fit)
 
 
 def outcome_of(case: Case, folder: Path) -> Outcome:
@@ -135,17 +160,16 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
         return Outcome(case, failure=case.reason)
     began = time.monotonic()
     try:
-        plan, rate = plan_case(case, folder)
+        planned = plan_case(case, folder)
     except (ValueError, IndexError, StopIteration, ZeroDivisionError, KeyError) as error:
-        return Outcome(case, failure=f"not planned: {error}".replace("\n", " ")[:300])
-    memory = max((rank.memory for rank in plan.ranks), key=lambda memory: memory.allocated)
+        return Outcome(case, failure=f"not planned: {error!r}".replace("\n", " ")[:300])
     return Outcome(
         case,
-        memory=getattr(memory, case.measure),
-        allocated=memory.allocated,
-        rate=rate,
-        verdict=plan.fits[0].verdict,
-        margin=plan.fits[0].margin,
+        memory=getattr(planned.memory, case.measure),
+        allocated=planned.memory.allocated,
+        rate=planned.rate,
+        verdict=planned.fit.verdict,
+        margin=planned.fit.margin,
         planned_in=time.monotonic() - began,
     )
 

@@ -15,7 +15,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ..trace import BACKWARD, COMMUNICATION, FORWARD, WEIGHTS, Allocation, Operation, Step, Trace
+from ..trace import (
+    ACTIVATIONS,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    TEMPORARIES,
+    WEIGHTS,
+    Allocation,
+    Operation,
+    Step,
+    Trace,
+)
 from .lifetimes import block_of
 
 _LONGEST_LIST = 20_000
@@ -233,8 +244,12 @@ class _Expansion:
                 together = len(group) >= self.count
                 for each in group:
                     lists.setdefault((tick if together else None, each.owner, each.phase), []).append(each)
-            for (_, owner, _), group in lists.items():
-                repeated = self._with_repetitions(group)
+            for (_, owner, phase), group in lists.items():
+                # Lists over all parameters are no part of a pass; a loss that is computed in parts looks like one.
+                in_passes = phase in (FORWARD, BACKWARD) and owner in (ACTIVATIONS, TEMPORARIES)
+                repeated = (
+                    [self._copied(each, None, 0) for each in group] if in_passes else self._with_repetitions(group)
+                )
                 if owner == WEIGHTS:
                     per_block += (sum(a.size for a in repeated) - sum(a.size for a in group)) // self._extra
                 done += repeated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import fused
@@ -178,9 +179,13 @@ class Decoder(nn.Module):
         return [self.head(part) for part in hidden.chunk(self.options.parts, 1)]
 
 
-def recompute(blocks: nn.ModuleList, how: str) -> None:
+def recompute(blocks: nn.ModuleList, options: Options) -> None:
     """Recompute blocks in the backward pass: all of them, or what is neither attention nor every second product."""
-    contexts = {"context_fn": _selective} if how == "selective" else {}
+    contexts: dict[str, Any] = {}
+    if options.recompute == "selective":
+        # A compiler does not keep the output of the last product, which no backward pass needs.
+        products = len([layer for layer in blocks[0].modules() if isinstance(layer, nn.Linear)])
+        contexts["context_fn"] = partial(_selective, products if options.fused else 0)
     for block in blocks:
         block.forward = Recomputed(block.forward, contexts)
 
@@ -205,12 +210,13 @@ _KEPT = (
 )
 
 
-def _selective() -> Any:
+def _selective(last: int) -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         seen[context.is_recompute] += operation in _PRODUCTS
-        kept = operation in _KEPT and not (operation in _PRODUCTS and seen[context.is_recompute] % 2 == 0)
+        number = seen[context.is_recompute]
+        kept = operation in _KEPT and not (operation in _PRODUCTS and (number % 2 == 0 or number == last))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -70,7 +70,7 @@ def model_for(options: Options) -> Decoder:
     model = Decoder(options)
     torch.set_default_dtype(whole)
     if options.recompute == "selective" or (options.recompute == "full" and options.world_size == 1):
-        recompute(model.blocks, options.recompute)
+        recompute(model.blocks, options)
     return model
 
 
