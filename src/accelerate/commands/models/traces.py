@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +97,7 @@ class Traces:
             "LOCAL_WORLD_SIZE": str(here),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "1",  # nobody connects
+            "ACCELERATE_PLAN": "1",
         }
         return World(
             script=self._plan.script,
@@ -110,11 +116,30 @@ class Traces:
         """Import what takes seconds, once for all traces."""
         from ...parallel.pipeline import strategy  # noqa: F401 - and with it FSDP2, DTensor and pipelines
 
-        script = Path(self._args.training_script)
-        source = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else ""
-        if "transformers" in source:
-            with suppress(ImportError):  # the script will say so
-                import transformers  # noqa: F401
+        for name in _installed_imports(Path(self._args.training_script)):
+            with suppress(Exception):  # the script will say so
+                import_module(name)
+
+
+def _installed_imports(script: Path) -> list[str]:
+    """Return the modules of installed packages that a script imports at its top."""
+    if not script.is_file():
+        return []
+    with suppress(SyntaxError):
+        names = []
+        for statement in ast.parse(script.read_bytes()).body:
+            if isinstance(statement, ast.Import):
+                names += [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+                names.append(statement.module)
+                names += [f"{statement.module}.{alias.name}" for alias in statement.names]
+        return [name for name in names if _is_installed(name.partition(".")[0])]
+    return []
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package) if package not in sys.builtin_module_names else None
+    return spec is not None and (spec.origin or "").startswith(sysconfig.get_path("purelib"))
 
 
 def _explanation(part: Part, failure: Failure | None, script: str) -> str:
@@ -123,9 +148,53 @@ def _explanation(part: Part, failure: Failure | None, script: str) -> str:
             f"rank {part.rank} ended without an optimizer step. The script must give its model and optimizer to "
             "prepare(), and have enough batches for two steps."
         )
-    sys.stderr.write(failure.log[-4000:])
-    place = next((line.strip() for line in failure.log.splitlines()[::-1] if f'File "{script}"' in line), "")
-    return (
-        f"the script {failure.reason} as rank {part.rank}{f' at {place}' if place else ''}. Its output is above. "
-        "Planning runs it on tensors without data: what needs their numbers, or a device by name, cannot be planned."
-    )
+    return f"{why_not(failure.reason, failure.log, script)} (as rank {part.rank})"
+
+
+def why_not(reason: str, log: str, script: str) -> str:
+    """Return the line of the user's at which a script ended, the cause in one sentence, and what to do."""
+    lines = log.rstrip().splitlines()
+    if not any(line.startswith("Traceback") for line in lines):
+        shown = "\n".join(f"    {line}" for line in lines[-_SHOWN_LINES:])
+        return f"{script} {reason}.{' It printed last:' if shown else ''}\n{shown}"
+    start = max(index for index, line in enumerate(lines) if line.startswith("Traceback"))
+    place, code = _last_place(lines[start:], str(Path(script).parent))
+    cause = next((line for line in lines[start:][::-1] if _ERROR.match(line)), lines[-1])
+    known = next(((why, remedy) for words, why, remedy in _CAUSES if words in cause), None)
+    text = f"{place or script} cannot be planned:\n    {code}\n    {cause[:_LONGEST]}\n"
+    return text if known is None else f"{text}  why: {known[0]}\n  do:  {known[1]}\n"
+
+
+def _last_place(lines: list[str], folder: str) -> tuple[str, str]:
+    """Return file and line of the innermost frame in the user's folder, and its code."""
+    found = [
+        (f"{match[1]}:{match[2]}", lines[index + 1].strip() if index + 1 < len(lines) else "")
+        for index, line in enumerate(lines)
+        if (match := re.match(r'  File "(.+)", line (\d+)', line))
+        if match[1].startswith(folder) and "site-packages" not in match[1] and not match[1].startswith(_OURS)
+    ]
+    return found[-1] if found else ("", "")
+
+
+_OURS = str(Path(__file__).parents[2])
+_SHOWN_LINES, _LONGEST = 12, 400
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
+_LEAVE_OUT = (
+    "compute it without the numbers of tensors, or leave it out of the first two steps "
+    '(`if os.environ.get("ACCELERATE_PLAN") is None:`).'
+)
+_CAUSES = (
+    ("DataDependentOutput", "this needs numbers of a tensor, and planned tensors have none.", _LEAVE_OUT),
+    ("DynamicOutputShape", "the shape of its result depends on numbers, and planned tensors have none.", _LEAVE_OUT),
+    ("data pointer", "a kernel outside of torch reads the memory of a tensor, and planned tensors have none.",
+     "use the implementation in torch while planning, such as attn_implementation=\"sdpa\"."),
+    ("split_with_sizes", "sizes that were read from a tensor have to sum to a length; a plan has no such numbers.",
+     _LEAVE_OUT),
+    ("CUDA", "the script asks for a GPU by itself, and a plan runs without one.",
+     "take the device from accelerator.device."),
+    ("NVIDIA driver", "the script asks for a GPU by itself, and a plan runs without one.",
+     "take the device from accelerator.device."),
+    ("offline", "a file of the hub is not on this machine; a plan needs the config and the tokenizer, no weights.",
+     "download them once, or name a local folder."),
+)  # fmt: skip
+"""Words of an error, why a plan meets it, and what to do."""

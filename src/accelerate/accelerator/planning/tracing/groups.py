@@ -45,13 +45,17 @@ def open_groups_without_connections(rank: int, world_size: int) -> None:
     """Make `init_process_group` open a group whose collectives only have shapes, and answer questions about objects."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    plain_init = dist.init_process_group
+    plain_init, plain_new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, **options: Any) -> None:
         plain_init("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
+        return plain_new_group(ranks, timeout, "fake", *args, **options)
+
     replacements: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
+        "new_group": new_group,
         "barrier": lambda *args, **kwargs: None,
         "monitored_barrier": lambda *args, **kwargs: None,
         "all_gather_object": _all_gather_object,

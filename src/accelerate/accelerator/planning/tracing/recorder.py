@@ -28,7 +28,7 @@ from ..trace import (
     Trace,
 )
 from .groups import COLLECTIVE_NAMESPACES, collective_of
-from .values import Values
+from .host.values import Values
 
 _HOST = ""
 """The owner of memory that no step has touched: a data set, for example. It is not on the device."""
@@ -141,10 +141,10 @@ class Recorder(TorchDispatchMode):
         if answer is not NotImplemented:
             return answer
         result = args[0] if function is torch.ops._c10d_functional.wait_tensor.default else function(*args, **kwargs)
+        self._values.learn(function, args, kwargs, result)
         if self._muted:
             return result
         self._tick += 1
-        self._values.learn(function, args, result)
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
         owner = self.owner or (COMMUNICATION if inside_collective else _OWNER_OF_PHASE.get(self._phase(), TEMPORARIES))
         outputs = _fakes(result)

@@ -18,13 +18,16 @@ from ....runtime.group.runtime import Runtime
 from ... import Accelerator
 from ..trace import BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
 from .groups import axes_of, coordinates_of, open_groups_without_connections
+from .host.building import Building
+from .host.devices import accept_absent_devices
+from .host.files import write_nothing
+from .host.loaders import Batches, give_batches_without_data
+from .host.values import Values
 from .kernels import use_accelerator_kernels
-from .loaders import Batches, give_batches_without_data
 from .models import Truncation, convert_modules_without_data
 from .recorder import Recorder
 from .replicas import replace_ddp
 from .strategies import watch_strategies
-from .values import Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +58,31 @@ def trace_script(request: Request) -> None:
     )
     values = Values(trace.guesses)
     recorder = Recorder(trace, values, lambda ranks: axes_of(ranks, trace.axes))
-    script = Script(request, recorder)
+    building = Building(FakeTensorMode(allow_non_fake_inputs=True), values)
+    script = Script(request, recorder, building)
     open_groups_without_connections(request.rank, request.world_size)
     replace_ddp(recorder)
     watch_strategies(recorder, values)
-    give_batches_without_data(recorder, script.batches)
+    give_batches_without_data(recorder, values, script.batches)
+    values.read_by_python()
+    accept_absent_devices()
+    write_nothing()
     if request.on_accelerators:
         use_accelerator_kernels()
     convert_modules_without_data()
     script.watch()
-    FakeTensorMode(allow_non_fake_inputs=True).__enter__()
+    building.begin()
     recorder.__enter__()
 
 
 class Script:
     """The script of this process: its models, its phases and its steps."""
 
-    def __init__(self, request: Request, recorder: Recorder) -> None:
+    def __init__(self, request: Request, recorder: Recorder, building: Building) -> None:
         self.batches = Batches()
         self._request = request
         self._recorder = recorder
+        self._building = building
         self._trace = recorder.trace
         self._truncation = Truncation(request.blocks)
         self._models: list[nn.Module] = []
@@ -122,6 +130,7 @@ class Script:
                 "its engine needs devices.",
                 "Plan the script with --use_fsdp: stage 3 shards as FSDP does, stage 2 as reshard_after_forward=False.",
             )
+        self._building.end(models, self._recorder)
         if not self._trace.axes and self._trace.world_size > 1:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)

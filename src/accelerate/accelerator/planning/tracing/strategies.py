@@ -23,9 +23,9 @@ from ....parallel.mesh.context import documents, sequences, sharding
 from ....parallel.mesh.context.positions import PositionCheck
 from ....parallel.pipeline import schedules, stages, tracing
 from ..trace import COMMUNICATION, GATHERED, Collective
+from .host.values import Values
 from .recorder import Recorder
 from .replicas import REDUCE_STREAM
-from .values import Values
 
 GATHER_STREAM = "gather"
 

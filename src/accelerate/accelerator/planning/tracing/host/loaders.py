@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from .recorder import Recorder
+from .values import Values
 
 
 class Batches:
@@ -37,8 +38,8 @@ class Batches:
         return taken
 
 
-def give_batches_without_data(recorder: Recorder, batches: Batches) -> None:
-    """Read data as usual, in this process; hand out tensors of the same shapes."""
+def give_batches_without_data(recorder: Any, values: Values, batches: Batches) -> None:
+    """Read data as usual, in this process; hand out tensors of the same shapes, with their whole numbers beside."""
     plain_init, plain_iter = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,14 +58,17 @@ def give_batches_without_data(recorder: Recorder, batches: Batches) -> None:
             except StopIteration:
                 return
             batches.count(batch)
-            yield tree_map(lambda leaf: _without_data(leaf, batches.fraction), batch)
+            yield tree_map(partial(_without_data, values, batches.fraction), batch)
 
     DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
 
 
-def _without_data(leaf: Any, fraction: float) -> Any:
+def _without_data(values: Values, fraction: float, leaf: Any) -> Any:
     if type(leaf) is not Tensor and not isinstance(leaf, FakeTensor):
         return leaf
     if fraction < 1 and leaf.dim() > 0:
         leaf = leaf[: max(1, round(leaf.shape[0] * fraction))]
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+    hidden = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+    if type(leaf) is Tensor:
+        values.keep(hidden, leaf)
+    return hidden

@@ -1,0 +1,284 @@
+"""Answer a script that asks tensors without data for their numbers, and write down where it asked.
+
+[Note: known tensors] Tokens, masks, lengths and positions do not depend on parameters. Batches therefore keep their
+whole numbers beside the tensors without data, and an operation whose inputs are all known is also computed. Where a
+script chooses elements or asks for a number, the answer is then the real one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_aten = torch.ops.aten
+_LIBRARIES = (str(Path(__file__).parents[4]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+_LARGEST_KNOWN = 1 << 20
+"""Elements of a tensor whose numbers are kept; computing with larger ones would take time."""
+_LARGEST_KNOWN_MADE = 1 << 12
+"""Elements of floats that a step makes of nothing, such as zeros."""
+_WITHOUT_NUMBERS = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
+_FOUND_NOTHING = {_aten.isnan.default, _aten.isinf.default}
+_FOUND_ALL = {_aten.isfinite.default}
+_KEEP_ANSWER = {
+    _aten.any.default, _aten.any.dim, _aten.all.default, _aten.all.dim, _aten.sum.default, _aten._to_copy.default,
+    _aten.clone.default, _aten.detach.default, _aten.squeeze.default, _aten.view.default, _aten.select.int,
+}  # fmt: skip
+
+
+class Values:
+    """Numbers that stand for those of tensors without data: 1 and True, but no infinity and no NaN is found.
+
+    Shapes that depend on unknown numbers have their upper bound: every element of a mask is chosen.
+    """
+
+    def __init__(self, guesses: list[str]) -> None:
+        self._guesses = guesses
+        self._default = 1
+        self._known: Any = WeakTensorKeyDictionary()
+        self._assumed: Any = WeakTensorKeyDictionary()
+
+    def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return a number or a shape for what depends on data; NotImplemented for everything else."""
+        if function not in _ANSWERS or not isinstance(args[0], Tensor):
+            return NotImplemented
+        if not isinstance(args[0], FakeTensor) and not any(isinstance(a, FakeTensor) for a in tree_leaves(args)):
+            return _computed(function, args, kwargs)
+        if isinstance(args[0], FakeTensor) and args[0].constant is not None:
+            return NotImplemented
+        if function is _aten._pin_memory.default:
+            return args[0]
+        if function is _aten.index.Tensor and not any(i is not None and i.dtype is torch.bool for i in args[1]):
+            return NotImplemented
+        known = self._numbers((args, kwargs))
+        if known is not None:
+            return self._without_data(_computed(function, *known), args[0])
+        if self._default:
+            self._note(_WORDS.get(function, function._overloadpacket.__name__))
+        if function is _aten._local_scalar_dense.default:
+            return _number(args[0].dtype, self._assumed.get(args[0], self._default))
+        answer = _ANSWERS[function]
+        assert answer is not None
+        return answer(*args, **kwargs)
+
+    @contextmanager
+    def standing_for(self, number: int) -> Iterator[None]:
+        """Answer with another number, and do not write it down: the library itself asks."""
+        before, self._default = self._default, number
+        try:
+            yield
+        finally:
+            self._default = before
+
+    def keep(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Remember the numbers of a tensor of a batch, if they are whole or few."""
+        is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+        if numbers.numel() <= (_LARGEST_KNOWN if is_whole else _LARGEST_KNOWN_MADE):
+            self._known[tensor] = numbers
+
+    def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Remember results that are known without data."""
+        if function in _WITHOUT_NUMBERS or function.namespace != "aten":
+            return
+        if function._schema.is_mutable:
+            self._learn_change(function, args, kwargs)
+            return
+        first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+        if isinstance(first, FakeTensor) and first not in self._known:
+            self._assume(function, first, result)
+            return
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        if not outputs or max(output.numel() for output in outputs) > _LARGEST_KNOWN:
+            return
+        if first is None and outputs[0].is_floating_point() and outputs[0].numel() > _LARGEST_KNOWN_MADE:
+            return
+        known = self._numbers((args, kwargs))
+        if known is None or outputs[0].device.type == "meta":
+            return
+        computed = tree_leaves(_computed(function, *known))
+        for output, numbers in zip(tree_leaves(result), computed, strict=True):
+            if isinstance(output, FakeTensor):
+                self._known[output] = numbers
+
+    def read_by_python(self) -> None:
+        """Let Python format tensors without data, and convert them to lists and arrays."""
+        plain_format: Any = Tensor.__format__
+        plain_list, plain_array = Tensor.tolist, Tensor.numpy
+
+        def formatted(tensor: Tensor, spec: str) -> str:
+            return str(plain_format(self._read(tensor, "printed a tensor"), spec))
+
+        def listed(tensor: Tensor) -> Any:
+            return plain_list(self._read(tensor, "asked for the numbers of a tensor"))
+
+        def array(tensor: Tensor, *, force: bool = False) -> Any:
+            return plain_array(self._read(tensor, "asked for the numbers of a tensor"), force=force)
+
+        def array_of(tensor: Tensor, dtype: Any = None) -> Any:
+            return np.asarray(array(tensor), dtype=dtype)
+
+        Tensor.__format__, Tensor.tolist = formatted, listed  # type: ignore[method-assign, assignment]
+        Tensor.numpy, Tensor.__array__ = array, array_of  # type: ignore[method-assign, assignment]
+
+    def _read(self, tensor: Tensor, what: str) -> Tensor:
+        """Return a tensor with numbers."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        known: Tensor | None = self._known.get(tensor)
+        if known is not None:
+            return known
+        if self._default:
+            self._note(what)
+        with unset_fake_temporarily():
+            return torch.full(tensor.shape, self._default, dtype=tensor.dtype)
+
+    def _learn_change(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Change the numbers of a tensor that is changed in place, or forget them."""
+        changed = args[0] if args and isinstance(args[0], FakeTensor) else None
+        if changed is None or changed not in self._known:
+            return
+        known = self._numbers((args, kwargs))
+        if known is not None:
+            _computed(function, *known)
+            return
+        storage = changed.untyped_storage()._cdata
+        for tensor in [t for t in self._known if t.untyped_storage()._cdata == storage]:
+            del self._known[tensor]
+
+    def _assume(self, function: Any, first: Tensor, result: Any) -> None:
+        """Find neither NaN nor infinity."""
+        if function in _FOUND_NOTHING or function in _FOUND_ALL:
+            self._assumed[result] = function in _FOUND_ALL
+        elif function in _KEEP_ANSWER and first in self._assumed:
+            self._assumed[result] = self._assumed[first]
+        elif function is _aten.logical_not.default and first in self._assumed:
+            self._assumed[result] = not self._assumed[first]
+
+    def _numbers(self, arguments: Any) -> Any:
+        """Return arguments with the numbers of their tensors; None if some are not known."""
+        unknown = False
+
+        def numbers(leaf: Any) -> Any:
+            nonlocal unknown
+            if not isinstance(leaf, FakeTensor):
+                unknown |= isinstance(leaf, Tensor) and leaf.numel() > _LARGEST_KNOWN
+                return leaf
+            known = leaf.constant if leaf.constant is not None else self._known.get(leaf)
+            unknown |= known is None
+            return known
+
+        found = tree_map(numbers, arguments)
+        return None if unknown else found
+
+    def _without_data(self, result: Any, like: Any) -> Any:
+        def hide(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with like.fake_mode:
+                hidden = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+            self._known[hidden] = leaf
+            return hidden
+
+        return tree_map(hide, result) if isinstance(like, FakeTensor) else result
+
+    def _note(self, words: str) -> None:
+        frame = user_frame()
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a library"
+        what = f"{where} {words}"
+        if what not in self._guesses:
+            self._guesses.append(what)
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost frame that belongs to neither Python, torch, an installed package nor this library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_LIBRARIES) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _computed(function: Any, args: Any, kwargs: Any) -> Any:
+    with unset_fake_temporarily(), torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _number(dtype: torch.dtype, known: int) -> Any:
+    if dtype is torch.bool:
+        return bool(known)
+    return float(known) if dtype.is_floating_point else int(known)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty((math.prod(np.broadcast_shapes(tensor.shape, mask.shape)),))
+
+
+def _unique(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    counts = tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+    return tensor.new_empty((tensor.numel(),)), tensor.new_empty(tensor.shape, dtype=torch.int64), counts
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    return repeats.new_empty((repeats.numel() if output_size is None else output_size,), dtype=torch.int64)
+
+
+def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return tensor.new_empty((max(1, minlength),), dtype=torch.int64 if weights is None else weights.dtype)
+
+
+def _index(tensor: Tensor, indices: list[Tensor | None]) -> Any:
+    """Index with masks replaced by the positions of all of their elements."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            positions.append(index)
+    return _aten.index.Tensor(tensor, positions)
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape
+
+
+_ANSWERS: dict[Any, Callable[..., Any] | None] = {
+    _aten._local_scalar_dense.default: None,
+    _aten._pin_memory.default: None,
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten._unique2.default: _unique,
+    _aten.equal.default: _equal,
+    _aten.index.Tensor: _index,
+    _aten.repeat_interleave.Tensor: _repeat_interleave,
+    _aten.bincount.default: _bincount,
+}
+_WORDS = {
+    _aten._local_scalar_dense.default: "asked for a number of a tensor",
+    _aten.index.Tensor: "chose elements by a mask",
+    _aten.nonzero.default: "chose elements by a mask",
+    _aten.masked_select.default: "chose elements by a mask",
+    _aten._unique2.default: "asked for unique elements",
+    _aten.equal.default: "compared two tensors",
+    _aten.repeat_interleave.Tensor: "repeated elements by a tensor of counts",
+    _aten.bincount.default: "counted values of a tensor",
+}
