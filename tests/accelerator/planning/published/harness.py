@@ -40,28 +40,24 @@ PASSES = 2
 
 @dataclass
 class CaseTraces:
-    """The traces of one case, with as few micro-batches as show what a step does."""
+    """The traces of one case, with as few backward passes as show what a step does."""
 
     case: Case
     folder: Path
 
     @property
     def options(self) -> Options:
-        """The case's options, with the micro-batches that are traced."""
+        """The case's options, with the passes that are traced; the planner itself shortens a pipeline's step."""
         assert self.case.options is not None
         options = self.case.options
-        # Stage 0 of a pipeline holds as many micro-batches as there are stages; the next one takes freed memory.
-        enough = options.pp + 1 if options.pp > 1 else PASSES
-        return replace(options, accumulation=min(options.accumulation, enough))
+        return options if options.pp > 1 else replace(options, accumulation=min(options.accumulation, PASSES))
 
     def get(self, parts: Sequence[Part]) -> list[Trace]:
-        """Return traces as the whole step has them. All ranks of a stage do the same: the first stands for them."""
-        options = self.options
-        asked = [part if options.pp > 1 else replace(part, rank=0) for part in parts]
-        missing = [part for part in dict.fromkeys(asked) if not self._file(part).exists()]
+        """Return traces."""
+        missing = [part for part in dict.fromkeys(parts) if not self._file(part).exists()]
         if missing:
             self._trace(missing)
-        return [self._whole(read_trace(self._file(part)), part.rank) for part in asked]
+        return [read_trace(self._file(part)) for part in parts]
 
     def first_pass(self, parts: Sequence[Part]) -> list[Trace]:
         """Return the same traces with a last step that ends after its first backward pass."""
@@ -85,17 +81,6 @@ class CaseTraces:
     def _file(self, part: Part) -> Path:
         asked = f"{_script_text()} {self.options.to_json()} {self.case.cluster.partition('x')[0]} {part}"
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.trace"
-
-    def _whole(self, trace: Trace, rank: int) -> Trace:
-        assert self.case.options is not None
-        options = self.case.options
-        trace = copy.copy(trace)
-        trace.rank = rank
-        if options.pp > 1:
-            times = options.accumulation / self.options.accumulation
-            trace.all_microbatches = options.accumulation
-            trace.steps = [replace(step, tokens=round(step.tokens * times)) for step in trace.steps]
-        return trace
 
 
 @cache

@@ -58,7 +58,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], *, is_fused: bool) -> Ten
     if width < x.shape[-1]:
         return torch.cat([rotate(x[..., :width], rotation, is_fused=is_fused), x[..., width:]], -1)
     if is_fused:
-        return fused.Rotary.apply(x, cos.type_as(x), sin.type_as(x))
+        return fused.Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype))
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * torch.complex(cos.float(), sin.float())).flatten(-2).type_as(x)
 
