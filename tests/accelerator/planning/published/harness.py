@@ -23,7 +23,7 @@ from pathlib import Path
 from accelerate.accelerator.planning.memory.fit import Fit, fit_of, libraries_of
 from accelerate.accelerator.planning.memory.peak import Memory
 from accelerate.accelerator.planning.plan import Depths, Part, plan_run
-from accelerate.accelerator.planning.timing.devices import load
+from accelerate.accelerator.planning.timing.devices import DEVICES, load
 from accelerate.accelerator.planning.timing.rates import rates
 from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Step, Trace, read_trace
 from accelerate.commands.models.plan import plan_parser
@@ -34,6 +34,7 @@ from .rows import Case, read_cases
 from .script.options import Options
 
 SCRIPT = Path(__file__).parent / "script" / "train.py"
+OLDER_KERNELS = Path(__file__).parent / "kernels_2023.yaml"
 PASSES = 2
 """Backward passes of a step that are traced: one without reduction of gradients, and the last."""
 
@@ -57,7 +58,11 @@ class CaseTraces:
         missing = [part for part in dict.fromkeys(parts) if not self._file(part).exists()]
         if missing:
             self._trace(missing)
-        return [read_trace(self._file(part)) for part in parts]
+        traces = [read_trace(self._file(part)) for part in parts]
+        for trace in traces:
+            for operation in trace.operations:
+                operation.compiled = self.case.compiled
+        return traces
 
     def first_pass(self, parts: Sequence[Part]) -> list[Trace]:
         """Return the same traces with a last step that ends after its first backward pass."""
@@ -116,10 +121,11 @@ class Planned:
     fit: Fit
 
 
-def plan_case(case: Case, folder: Path) -> Planned:
+def plan_case(case: Case, folder: Path, *, older_kernels: bool = True) -> Planned:
     """Plan a case: a pipeline by all of its stages, anything else by its first rank."""
     traces = CaseTraces(case, folder)
-    cluster = load().cluster(case.cluster)
+    is_older = older_kernels and case.source == "llm-foundry"
+    cluster = load(OLDER_KERNELS if is_older else DEVICES).cluster(case.cluster)
     if traces.options.pp > 1:
         plan = plan_run(traces.get, SCRIPT.name, cluster, case.cluster)
         assert plan.rates is not None
@@ -146,6 +152,7 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
     began = time.monotonic()
     try:
         planned = plan_case(case, folder)
+        plain = planned.rate if case.source != "llm-foundry" else plan_case(case, folder, older_kernels=False).rate
     except (ValueError, IndexError, StopIteration, ZeroDivisionError, KeyError) as error:
         return Outcome(case, failure=f"not planned: {error!r}".replace("\n", " ")[:300])
     return Outcome(
@@ -153,6 +160,7 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
         memory=getattr(planned.memory, case.measure),
         allocated=planned.memory.allocated,
         rate=planned.rate,
+        plain_rate=plain,
         verdict=planned.fit.verdict,
         margin=planned.fit.margin,
         planned_in=time.monotonic() - began,

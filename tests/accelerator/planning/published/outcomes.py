@@ -22,6 +22,8 @@ class Outcome:
     allocated: float = 0.0
     rate: float = 0.0
     """Tokens per second and device."""
+    plain_rate: float = 0.0
+    """The same with today's kernels; see kernels_2023.yaml."""
     verdict: str = ""
     margin: float = 0.0
     planned_in: float = 0.0
@@ -36,6 +38,11 @@ class Outcome:
     def rate_error(self) -> float | None:
         """Return how much faster the plan is than the run was, as a fraction."""
         return None if self.failure or self.case.rate is None else self.rate / self.case.rate - 1
+
+    @property
+    def plain_rate_error(self) -> float | None:
+        """Return the error of `plain_rate`."""
+        return None if self.failure or self.case.rate is None else self.plain_rate / self.case.rate - 1
 
     def __str__(self) -> str:
         if self.failure:
@@ -109,12 +116,19 @@ def _line(name: str, errors: Sequence[float]) -> str:
     )
 
 
+_TABLES = {
+    "memory": "memory_error",
+    "tokens per second": "rate_error",
+    "tokens per second, kernels of today for all sources": "plain_rate_error",
+}
+
+
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return tables of the errors by source."""
     lines = []
-    for title, error_of in (("memory", Outcome.memory_error), ("tokens per second", Outcome.rate_error)):
-        found = [(outcome, error_of.__get__(outcome)) for outcome in outcomes]
-        known = [(outcome.case, error) for outcome, error in found if error is not None]
+    for title, error_name in _TABLES.items():
+        found = [(outcome.case, getattr(outcome, error_name)) for outcome in outcomes]
+        known = [(case, error) for case, error in found if error is not None]
         groups: dict[str, list[float]] = {}
         for case, error in known:
             kind = "compiled or fused" if case.compiled else "eager"
