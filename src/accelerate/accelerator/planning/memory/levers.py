@@ -121,21 +121,28 @@ def _in_blocks(trace: Trace) -> Flags:
 
 def _recomputed(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Blocks keep their output. The rest is there again when the backward pass begins to free it."""
-    passes = passes_of(trace)
-    kept = _owned(lives, ACTIVATIONS)
-    number = passes.at(lives.born).tolist()
+    made = _owned(lives, *_WORK)
+    kept = _owned(lives, ACTIVATIONS).tolist()
+    number = passes_of(trace).at(lives.born).tolist()
     groups: dict[tuple[int, str], list[int]] = {}
-    for index in np.flatnonzero(kept).tolist():
+    for index in np.flatnonzero(made).tolist():
         block = block_of(trace.allocations[index].module)
         if block is not None and trace.allocations[index].phase == FORWARD:
             groups.setdefault((number[index], block), []).append(index)
-    born, size = lives.born.copy(), lives.size
+    born, freed = lives.born.copy(), lives.freed.copy()
     for members in groups.values():
-        output = max(members, key=lambda index: int(born[index]))
-        inside = [index for index in members if index != output]
+        output = max(members, key=lambda index: int(lives.born[index]))
+        inside = [index for index in members if kept[index] and index != output]
         if inside:
             born[inside] = max(int(lives.freed[inside].min()) - 1, int(lives.born[output]))
-    return replace(lives, born=born, size=size) if groups else None
+            freed[output] = max(int(lives.freed[output]), int(lives.freed[inside].max()))
+    return replace(lives, born=born, freed=freed) if groups else None
+
+
+def _kept(trace: Trace, lives: Lifetimes) -> Flags:
+    """Return what outlives the pass in which it was made, of what passes make."""
+    passes = passes_of(trace)
+    return _owned(lives, *_WORK) & (passes.at(lives.freed - 1) > passes.at(lives.born))
 
 
 def _smaller_batches(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
@@ -175,16 +182,15 @@ def _activations_offloaded(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     recomputed = _recomputed(trace, lives)
     if recomputed is None:
         return None
-    outputs = _owned(lives, ACTIVATIONS) & _in_blocks(trace) & (recomputed.born == lives.born)
-    return _scaled(recomputed, outputs, 0.0)
+    return _scaled(recomputed, _in_blocks(trace) & (recomputed.born == lives.born) & _kept(trace, recomputed), 0.0)
 
 
 def _split_layers(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Blocks are halved, except their outputs, which every process has whole."""
-    outputs = _recomputed(trace, lives)
-    if outputs is None:
+    recomputed = _recomputed(trace, lives)
+    if recomputed is None:
         return None
-    whole = _owned(lives, ACTIVATIONS) & (outputs.born == lives.born)
+    whole = (recomputed.born == lives.born) & _kept(trace, recomputed)
     return _scaled(
         lives, (_owned(lives, *_STATE, GATHERED) | (_in_blocks(trace) & _owned(lives, *_WORK))) & ~whole, 0.5
     )
