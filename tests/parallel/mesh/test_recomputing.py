@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import Accelerator
+from accelerate.parallel.mesh.sharded import CheckpointedForward
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from tests.ranks import ranks
 
@@ -109,3 +111,23 @@ def test_recomputation_and_compilation_go_together(offload: bool, regional: bool
     for name, param in accelerator.unwrap_model(net, keep_torch_compile=False).named_parameters():
         torch.testing.assert_close(param.grad.full_tensor(), plain.get_parameter(name).grad)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_offloaded_input_does_not_stay_on_the_device(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backward pass needs is on the host then: nothing else may hold the input until it comes."""
+
+    class CopyingSaveOnCpu(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool = False) -> None:
+            super().__init__(torch.clone, torch.clone)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", CopyingSaveOnCpu)
+    unit, mask = Unit(), torch.ones(BATCH, WIDTH)
+    forward = CheckpointedForward(unit.forward, offload=True)
+    x = torch.ones(BATCH, WIDTH, requires_grad=True) * 2
+    held = weakref.ref(x)
+    output = forward(x=x, mask=mask) if by_name else forward(x, mask=mask)
+    del x
+    assert held() is None
+    output.sum().backward()
+    assert unit.up.weight.grad is not None

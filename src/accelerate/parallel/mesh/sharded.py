@@ -450,9 +450,10 @@ class CheckpointedForward:
         # torch saves positional inputs only. Masks and positions are not offloaded: the units share them.
         moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
         kept = {name: value for name, value in kwargs.items() if name not in moved}
+        count, names = len(args), tuple(moved)  # the function lives until the backward pass, and must not hold tensors
 
         def forward(*values: Any) -> Any:
-            return self.forward(*values[: len(args)], **dict(zip(moved, values[len(args) :], strict=True)), **kept)
+            return self.forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **kept)
 
         # Around the checkpoint, not inside it, where the intermediate activations would be saved as well.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):

@@ -22,6 +22,7 @@ from ..trace import (
     MAIN_STREAM,
     SETUP,
     TEMPORARIES,
+    UPDATE,
     Allocation,
     Collective,
     Operation,
@@ -32,6 +33,8 @@ from .host.values import Values
 
 _HOST = ""
 """The owner of memory that no step has touched: a data set, for example. It is not on the device."""
+OFFLOADED = "host"
+"""The owner of memory that a strategy keeps on the host."""
 _OWNER_OF_PHASE = {SETUP: _HOST, FORWARD: ACTIVATIONS}
 _aten = torch.ops.aten
 _NO_KERNEL = {
@@ -57,6 +60,8 @@ class Recorder(TorchDispatchMode):
         self.stream = MAIN_STREAM
         self.owner: str | None = None
         """The owner of new memory, where a strategy knows better than the phase."""
+        self.offloads = False
+        """Whether weights, gradients and optimizer state are kept on the host, where the optimizer then steps."""
         self._values = values
         self._axes_of = axes_of
         self._muted = 0
@@ -116,7 +121,7 @@ class Recorder(TorchDispatchMode):
         self._see(local, owner)
         known = self._live.get(local.untyped_storage()._cdata)
         if known is not None:
-            known[0].owner, known[0].module = owner, module
+            known[0].owner, known[0].module = OFFLOADED if self.offloads else owner, module
 
     def wait(self, collectives: list[Collective]) -> None:
         """Note that computation waits for collectives here."""
@@ -126,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> None:
         """Drop memory that stayed on the host."""
-        self.trace.allocations = [a for a in self.trace.allocations if a.owner != _HOST and a.size]
+        self.trace.allocations = [a for a in self.trace.allocations if a.owner not in (_HOST, OFFLOADED) and a.size]
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -146,7 +151,7 @@ class Recorder(TorchDispatchMode):
             return result
         self._tick += 1
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
-        owner = self.owner or (COMMUNICATION if inside_collective else _OWNER_OF_PHASE.get(self._phase(), TEMPORARIES))
+        owner = self.owner or (COMMUNICATION if inside_collective else self._owner_by_phase())
         outputs = _fakes(result)
         for tensor in outputs:
             self._see(tensor, owner)
@@ -160,6 +165,10 @@ class Recorder(TorchDispatchMode):
         else:
             self._note_operation(function, args, kwargs, result, inputs, outputs)
         return result
+
+    def _owner_by_phase(self) -> str:
+        phase = self._phase()
+        return OFFLOADED if self.offloads and phase == UPDATE else _OWNER_OF_PHASE.get(phase, TEMPORARIES)
 
     def _phase(self) -> str:
         return BACKWARD if torch._C._current_autograd_node() is not None else self.phase

@@ -27,7 +27,7 @@ from .kernels import use_accelerator_kernels
 from .models import Truncation, convert_modules_without_data
 from .recorder import Recorder
 from .replicas import replace_ddp
-from .strategies import watch_strategies
+from .strategies import offload_to_host, watch_strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def trace_script(request: Request) -> None:
     write_nothing()
     if request.on_accelerators:
         use_accelerator_kernels()
+        offload_to_host(recorder)
     convert_modules_without_data()
     script.watch()
     building.begin()
@@ -131,6 +132,8 @@ class Script:
                 "Plan the script with --use_fsdp: stage 3 shards as FSDP does, stage 2 as reshard_after_forward=False.",
             )
         self._building.end(models, self._recorder)
+        plugin = getattr(accelerator.strategy, "plugin", None)
+        self._recorder.offloads = self._request.on_accelerators and bool(getattr(plugin, "offloads", False))
         if not self._trace.axes and self._trace.world_size > 1:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_groups
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ from ....parallel.mesh.context.positions import PositionCheck
 from ....parallel.pipeline import schedules, stages, tracing
 from ..trace import COMMUNICATION, GATHERED, Collective
 from .host.values import Values
-from .recorder import Recorder
+from .recorder import OFFLOADED, Recorder
 from .replicas import REDUCE_STREAM
 
 GATHER_STREAM = "gather"
@@ -41,6 +42,20 @@ def watch_strategies(recorder: Recorder, values: Values) -> None:
     _note_waits(recorder)
     _watch_stages(recorder, values)
     PositionCheck.check = lambda self, model, args, kwargs: None  # type: ignore[method-assign]
+
+
+def offload_to_host(recorder: Recorder) -> None:
+    """Let offloaded activations leave the device: here they are on a CPU already, and nothing would be copied."""
+
+    class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+            super().__init__(self._pack, torch.clone)
+
+        def _pack(self, tensor: Tensor) -> Tensor:
+            with recorder.labelled(owner=OFFLOADED):
+                return tensor.clone()
+
+    torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc,assignment]
 
 
 def _label(recorder: Recorder, place: Any, name: str, **labels: str) -> None:
