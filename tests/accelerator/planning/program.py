@@ -77,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--mixed_precision", default="no")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--schedule", default="1f1b")
@@ -106,7 +107,7 @@ def accelerator_of(args: argparse.Namespace) -> Accelerator:
 
 
 def main() -> None:
-    """Train for three steps."""
+    """Train for some steps."""
     args = arguments()
     accelerator = accelerator_of(args)
     model: Any = Model(args.layers)
@@ -123,7 +124,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         print("loss", loss.item())
-        if batch + 1 == 3 * args.accumulation:
+        if batch + 1 == args.steps * args.accumulation:
             break
 
 

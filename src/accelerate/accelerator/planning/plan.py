@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from .ledger import extrapolated_ledger, ledger_of, timed
+from .ledger import LedgerRow, extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
 from .memory.expand import CannotExpandError, expanded
 from .memory.fit import Fit, fit_of, libraries_of
@@ -22,6 +22,7 @@ from .memory.peak import Memory, memory_of
 from .result import Cost, Plan, RankPlan
 from .timing.depth import extrapolated as extrapolated_timing
 from .timing.devices import Catalogue, Cluster
+from .timing.passes import with_another_pass
 from .timing.pipelines import time_pipeline
 from .timing.rates import Rates, rates
 from .timing.step import Timing, time_step
@@ -46,12 +47,22 @@ Tracer = Callable[[Sequence[Part]], list[Trace]]
 
 
 def plan_run(
-    tracer: Tracer, script: str, cluster: Cluster | None, name: str = "", catalogue: Catalogue | None = None
+    tracer: Tracer,
+    script: str,
+    cluster: Cluster | None,
+    name: str = "",
+    catalogue: Catalogue | None = None,
+    *,
+    brief: bool = False,
 ) -> Plan:
-    """Trace the ranks that differ, and compute what the run takes on a cluster, or on no devices in particular."""
+    """Trace the ranks that differ, and compute what the run takes on a cluster, or on no devices in particular.
+
+    A brief plan lets rank 0 stand for all of a stage, and looks for no levers.
+    """
     first = Depths.of_rank(tracer, 0)
     trace = first.larger
-    depths = [first, *(Depths.of_rank(tracer, rank) for rank in _other_ranks(trace))]
+    others = [] if brief and trace.axes.get("pp", 1) == 1 else _other_ranks(trace)
+    depths = [first, *(Depths.of_rank(tracer, rank) for rank in others)]
     ranks = [_rank_plan(depth, cluster) for depth in depths]
     plan = Plan(
         script=script,
@@ -68,9 +79,9 @@ def plan_run(
         guesses=list(dict.fromkeys(guess for depth in depths for guess in depth.larger.guesses)),
     )
     loaders = trace.world_size // _same_samples(trace)
-    plan.samples, plan.tokens = trace.steps[-1].samples * loaders, trace.steps[-1].tokens * loaders
-    largest = depths[ranks.index(plan.largest)]
-    plan.levers = largest.levers(plan.largest.memory)
+    plan.samples, plan.tokens = (count * loaders for count in trace.batches_of_step)
+    if not brief:
+        plan.levers = depths[ranks.index(plan.largest)].levers(plan.largest.memory)
     if cluster is not None:
         plan.fits = _fits(plan, cluster, catalogue)
         plan.rates, plan.bubble = _rates(plan, depths, cluster)
@@ -143,20 +154,35 @@ class Depths:
 
     def timing(self, cluster: Cluster) -> Timing:
         """Return the time of a step of this rank."""
-        larger = time_step(self.larger, cluster)
+        larger = _time_passes(self.larger, cluster)
         if self.smaller is self.larger:
             return larger
-        return extrapolated_timing(time_step(self.smaller, cluster), larger, self.factor)
+        return extrapolated_timing(_time_passes(self.smaller, cluster), larger, self.factor)
 
 
 def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
     trace = depths.larger
-    ledger = extrapolated_ledger(ledger_of(depths.smaller), ledger_of(trace), depths.factor)
+    ledger = extrapolated_ledger(_ledger_of_passes(depths.smaller), _ledger_of_passes(trace), depths.factor)
     timing = None
     if cluster is not None:
         timing = depths.timing(cluster)
         ledger = timed(ledger, timing.communication, timing.exposed)
     return RankPlan(trace.rank, trace.stage, depths.memory(), ledger, timing)
+
+
+def _time_passes(trace: Trace, cluster: Cluster) -> Timing:
+    """Time a step of a trace, with the passes that were not traced."""
+    timing = time_step(trace, cluster)
+    if not trace.untraced_passes:
+        return timing
+    return extrapolated_timing(timing, time_step(with_another_pass(trace), cluster), trace.untraced_passes)
+
+
+def _ledger_of_passes(trace: Trace) -> list[LedgerRow]:
+    rows = ledger_of(trace)
+    if not trace.untraced_passes:
+        return rows
+    return extrapolated_ledger(rows, ledger_of(with_another_pass(trace)), trace.untraced_passes)
 
 
 def _other_ranks(trace: Trace) -> list[int]:

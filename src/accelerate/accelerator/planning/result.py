@@ -67,6 +67,9 @@ class Candidate:
     yaml: str = ""
     changes: list[str] = field(default_factory=list)
     """What has to be changed in the script itself."""
+    accumulation: int = 1
+    labels: list[str] = field(default_factory=list)
+    """What distinguishes it besides mesh and batch, in a word or two each."""
 
 
 @dataclass

@@ -101,6 +101,24 @@ class Step:
 
 
 @dataclass
+class Traits:
+    """What the script does and sets in its code, which decides what can be changed from outside."""
+
+    accumulates: bool = False
+    """It calls `accumulate`, and below: `maybe_context_parallel`, and `forward_backward`."""
+    splits_sequences: bool = False
+    forwards_backwards: bool = False
+    has_tp_plan: bool = False
+    heads: tuple[int, ...] = ()
+    """Numbers that a split of layers has to divide, where the model names them."""
+    in_code: tuple[str, ...] = ()
+    """Arguments of Accelerator that the script gives, among those that a launch can give too."""
+    reshards: bool = True
+    recomputes: bool = False
+    offloads: bool = False
+
+
+@dataclass
 class Trace:
     """Everything that is known of one rank."""
 
@@ -121,12 +139,27 @@ class Trace:
     """Name of the pipeline's schedule, and below how many micro-batches were traced and how many a step has."""
     microbatches: int = 1
     all_microbatches: int = 1
+    all_passes: int = 0
+    """Backward passes of a step, if fewer of them were traced; 0 if all were."""
+    traits: Traits = field(default_factory=Traits)
     steps: list[Step] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     """Places of the script, as `file:line what`, that asked for a number of a tensor and got one that stands for it."""
+
+    @property
+    def untraced_passes(self) -> int:
+        """Return how many passes of the last step were not traced. They do what its first pass does."""
+        return max(0, self.all_passes - self.steps[-1].passes) if self.steps else 0
+
+    @property
+    def batches_of_step(self) -> tuple[int, int]:
+        """Return samples and tokens that this rank's loader gives in a step, those of untraced passes too."""
+        step = self.steps[-1]
+        passes = step.passes + self.untraced_passes
+        return step.samples * passes // max(1, step.passes), step.tokens * passes // max(1, step.passes)
 
     def save(self, path: Path) -> None:
         """Write the trace."""

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,20 @@ def plan_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     length.add_argument(*spellings("steps"), type=int, metavar="N", help="optimizer steps of the whole run")
     length.add_argument(*spellings("tokens"), type=_count, metavar="N", help="or its tokens, such as 15T or 2e9")
     length.add_argument(*spellings("price"), type=float, metavar="P", help="price of one device for one hour")
+    search = parser.add_argument_group("how it could run")
+    search.add_argument(
+        "--search",
+        action="store_true",
+        help="try other meshes, batch sizes and settings at the same global batch; what you give as a flag is kept",
+    )
+    search.add_argument(
+        *spellings("search_limit"), type=int, default=24, metavar="N", help="ways that are traced (default: 24)"
+    )
+    search.add_argument(
+        *spellings("search_files"),
+        metavar="FOLDER",
+        help="write configuration files of the three best ways to this folder",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write the plan to this file; - prints it instead of the text")
     output.add_argument("--html", metavar="FILE", help="write a page with pictures to this file")
@@ -94,22 +109,42 @@ def plan_command(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace) -> Plan:
     from ...accelerator.planning.plan import cost_of, plan_run
+    from .proposals import Proposals
     from .traces import Traces
 
     began = time.monotonic()
     cluster, catalogue = _cluster(args)
+    if args.search and cluster is None:
+        raise ValueError("--search compares times and memory on devices: give --gpus.")
     with tempfile.TemporaryDirectory(prefix="accelerate_plan_") as folder:
-        traces = Traces(
+        make_traces = partial(
+            Traces,
             args,
-            Path(folder),
             world_size=cluster.size if cluster is not None else args.num_processes or 1,
             ranks_per_node=cluster.node.devices if cluster is not None else 8,
             on_accelerators=cluster is not None and cluster.device.name != "cpu",
         )
+        traces = make_traces(Path(folder))
         plan = plan_run(traces.get, args.training_script, cluster, args.gpus or "", catalogue)
+        if args.search:
+            assert cluster is not None
+            plan.candidates = Proposals(args, cluster, Path(folder), make_traces).find(plan, traces)
+            _write_files(args.search_files, plan)
     plan.cost = cost_of(plan, steps=args.steps, tokens=args.tokens, price=args.price)
     plan.planned_in = time.monotonic() - began
     return plan
+
+
+def _write_files(folder: str | None, plan: Plan) -> None:
+    """Write the configuration files of the best candidates."""
+    from ...accelerator.planning.searching.search import BEST
+
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    best = [candidate for candidate in plan.candidates if candidate.fits and candidate.yaml][:BEST]
+    for number, candidate in enumerate(best, 1):
+        Path(folder, f"{number}.yaml").write_text(candidate.yaml, encoding="utf-8")
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Cluster | None, Catalogue | None]:

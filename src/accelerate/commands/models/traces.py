@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ...accelerator.planning.plan import Part
+from ...accelerator.planning.searching.changes import change_settings_in_code
+from ...accelerator.planning.searching.choices import Choice
 from ...accelerator.planning.trace import Trace, read_trace
 from ...accelerator.planning.tracing.script import Request, trace_script
 from ...config.launch.files import find_config
@@ -50,6 +52,7 @@ class Traces:
         ranks_per_node: int,
         on_accelerators: bool,
         options: Mapping[str, Any] | None = None,
+        choice: Choice | None = None,
     ) -> None:
         given = explicit_options(args, OPTIONS) | dict(options or {})
         settings = LaunchSettings.resolve(
@@ -59,6 +62,7 @@ class Traces:
         self._args = args
         self._plan = make_plan(settings, (args.training_script, *args.training_script_args), None)
         self._as_module = bool(settings.module)
+        self._choice = choice
         self._folder = folder
         self._world_size = world_size
         self._ranks_per_node = min(ranks_per_node, world_size)
@@ -75,7 +79,7 @@ class Traces:
         for part, failure in zip(missing, failures, strict=True):
             output = self._output(part)
             if failure is not None or not output.exists():
-                raise PlanError(_explanation(part, failure, self._plan.script[0]))
+                raise _error(part, failure, self._plan.script[0])
             self._known[part] = read_trace(output)
             output.unlink()
         return [self._known[part] for part in parts]
@@ -87,6 +91,8 @@ class Traces:
             output=self._output(part),
             blocks=part.blocks,
             on_accelerators=self._on_accelerators,
+            batch_size=None if self._choice is None else self._choice.batch,
+            accumulation=None if self._choice is None else self._choice.accumulation,
         )
         here = self._ranks_per_node
         variables = {
@@ -106,7 +112,7 @@ class Traces:
             port=1,
             variables=variables,
             folder=self._folder / f"rank_{part.rank}_{part.blocks and part.blocks[0]}",
-            before=partial(trace_script, request),
+            before=partial(_prepare, request, self._choice),
         )
 
     def _output(self, part: Part) -> Path:
@@ -142,13 +148,19 @@ def _is_installed(package: str) -> bool:
     return spec is not None and (spec.origin or "").startswith(sysconfig.get_path("purelib"))
 
 
-def _explanation(part: Part, failure: Failure | None, script: str) -> str:
+def _prepare(request: Request, choice: Choice | None) -> None:
+    trace_script(request)
+    if choice is not None:
+        change_settings_in_code(choice)
+
+
+def _error(part: Part, failure: Failure | None, script: str) -> PlanError:
     if failure is None:
-        return (
+        return PlanError(
             f"rank {part.rank} ended without an optimizer step. The script must give its model and optimizer to "
             "prepare(), and have enough batches for two steps."
         )
-    return f"{why_not(failure.reason, failure.log, script)} (as rank {part.rank})"
+    return PlanError(f"{why_not(failure.reason, failure.log, script)} (as rank {part.rank})")
 
 
 def why_not(reason: str, log: str, script: str) -> str:

@@ -63,8 +63,7 @@ def run_forked(world: World, seconds: float) -> Failure | None:
                 deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
         time.sleep(0.02)
     for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        _kill(pid)
     if failures:  # a rank that only lost its peer may end before the one that failed
         return min(failures, key=lambda failure: LOST_PEER_ERRORS.search(failure.log) is not None)
     if running:
@@ -79,24 +78,32 @@ def run_several(worlds: Sequence[World], seconds: float, at_once: int) -> list[F
     waiting, running = list(range(len(worlds)))[::-1], dict[int, tuple[int, float]]()
     sys.stdout.flush()
     sys.stderr.flush()
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            index = waiting.pop()
-            worlds[index].folder.mkdir(parents=True, exist_ok=True)
-            running[_fork(worlds[index], 0)] = index, time.monotonic() + seconds
-        for pid, (index, deadline) in list(running.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended and time.monotonic() < deadline:
-                continue
-            if not ended:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            del running[pid]
-            reason = _reason(os.waitstatus_to_exitcode(status)) if ended else f"had not ended after {seconds:.0f} s"
-            if reason:
-                results[index] = Failure(rank=0, reason=reason, log=_log(worlds[index], 0))
-        time.sleep(0.02)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                index = waiting.pop()
+                worlds[index].folder.mkdir(parents=True, exist_ok=True)
+                running[_fork(worlds[index], 0)] = index, time.monotonic() + seconds
+            for pid, (index, deadline) in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended and time.monotonic() < deadline:
+                    continue
+                del running[pid]
+                if not ended:
+                    _kill(pid)
+                reason = _reason(os.waitstatus_to_exitcode(status)) if ended else f"had not ended after {seconds:.0f} s"
+                if reason:
+                    results[index] = Failure(rank=0, reason=reason, log=_log(worlds[index], 0))
+            time.sleep(0.02)
+    finally:
+        for pid in running:  # Ctrl-C
+            _kill(pid)
     return results
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _reason(code: int) -> str:

@@ -32,6 +32,8 @@ from .sweep import peaks_by_place, places_of, sweep
 _STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 _WORK = (ACTIVATIONS, TEMPORARIES)
 _SHARDED = "dp_shard"
+RECOMPUTE = "recompute blocks"
+"""The lever that a search looks for."""
 
 Peaks = dict[str, float]
 """Place -> bytes at its largest moment, as in `Memory.places`."""
@@ -262,7 +264,7 @@ _CHECKPOINTING = "--fsdp_activation_checkpointing true"
 _OFFLOADING = f"{_CHECKPOINTING} --fsdp_activation_checkpointing_offload true"
 _BUCKETS = "DistributedDataParallelKwargs(gradient_as_bucket_view=True)"
 _CHANGES = (
-    _Change("recompute blocks", _fsdp(_CHECKPOINTING), "a third more computation", _recomputed),
+    _Change(RECOMPUTE, _fsdp(_CHECKPOINTING), "a third more computation", _recomputed),
     _Change(
         "recompute blocks, inputs on the host",
         _fsdp(_OFFLOADING),

@@ -135,13 +135,14 @@ def time_table(rank: RankPlan) -> Table:
 def search_table(candidates: Sequence[Candidate]) -> Table:
     """Return what a search found."""
     table = Table(("mesh", "micro-batch", "memory", "step", "tokens/s", "MFU", "verdict"))
+    several = any(candidate.accumulation > 1 for candidate in candidates)
     for candidate in candidates:
         rates = candidate.rates
         table.marks[len(table.rows)] = "good" if candidate.fits else "bad"
         table.rows.append(
             (
-                mesh(candidate.axes) + "".join(f", {name}" for name in candidate.changes),
-                amount(candidate.micro_batch),
+                ", ".join([mesh(candidate.axes), *candidate.labels]),
+                amount(candidate.micro_batch) + (f" x {candidate.accumulation:>2}" if several else ""),
                 size(candidate.reserved),
                 duration(rates.seconds) if rates else "-",
                 amount(rates.tokens_per_second) if rates else "-",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..trace import Step, Trace
+from ..trace import Trace
 from .devices import Cluster
 from .step import Timing
 
@@ -27,17 +27,17 @@ class Rates:
     """FLOPs that the model needs over those that the devices could have computed, as a fraction."""
 
 
-def rates(timing: Timing, trace: Trace, cluster: Cluster, seconds: float | None = None, step: int = -1) -> Rates:
+def rates(timing: Timing, trace: Trace, cluster: Cluster, seconds: float | None = None) -> Rates:
     """Return the rates of a step that takes `seconds`, by default as long as its timing says."""
     seconds = timing.seconds if seconds is None else seconds
     loaders = trace.world_size // prod(trace.axes.get(axis, 1) for axis in MODEL_AXES)
-    batch: Step = trace.steps[step]
-    tokens = batch.tokens * loaders / seconds if seconds else 0.0
+    samples, tokens_of_step = trace.batches_of_step
+    tokens = tokens_of_step * loaders / seconds if seconds else 0.0
     return Rates(
         seconds,
         low=seconds * cluster.interval.low,
         high=seconds * cluster.interval.high,
-        samples_per_second=batch.samples * loaders / seconds if seconds else 0.0,
+        samples_per_second=samples * loaders / seconds if seconds else 0.0,
         tokens_per_second=tokens,
         tokens_per_second_and_device=tokens / trace.world_size,
         mfu=utilisation(timing, cluster, seconds),

@@ -28,6 +28,9 @@ from .models import Truncation, convert_modules_without_data
 from .recorder import Recorder
 from .replicas import replace_ddp
 from .strategies import offload_to_host, watch_strategies
+from .traits import note_traits, watch_traits
+
+_FEW_PASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,10 @@ class Request:
     """Repeated blocks of the model, and of each stage of a pipeline; None traces all of them."""
     on_accelerators: bool = True
     """Whether kernels are chosen as on a GPU; otherwise as on the CPU of this machine."""
+    batch_size: int | None = None
+    """Samples of every batch, instead of what the script's loader gives."""
+    accumulation: int | None = None
+    """Micro-batches of a step, instead of what the script sets. At most two of them are traced."""
 
 
 def trace_script(request: Request) -> None:
@@ -63,7 +70,7 @@ def trace_script(request: Request) -> None:
     open_groups_without_connections(request.rank, request.world_size)
     replace_ddp(recorder)
     watch_strategies(recorder, values)
-    give_batches_without_data(recorder, values, script.batches)
+    give_batches_without_data(recorder, values, script.batches, request.batch_size)
     values.read_by_python()
     accept_absent_devices()
     write_nothing()
@@ -92,6 +99,7 @@ class Script:
         self._running: list[str] = []
         self._in_backward = ""
         self._passes = 0
+        self._differentiates = False
         self._microbatches = 1.0
         """Micro-batches of a pipeline for each that is traced."""
         self._began = 0
@@ -101,6 +109,7 @@ class Script:
         """Learn of models, passes and optimizer steps."""
         plain_prepare, plain_backward = Accelerator._prepare_bundle, torch.autograd.backward
         script = self
+        watch_traits(self._trace.traits)
 
         def prepare_bundle(self: Any, models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
             script._before_prepare(self, models, optimizers)
@@ -109,8 +118,11 @@ class Script:
             return bundle
 
         def backward(*args: Any, **kwargs: Any) -> None:
+            inside = script._differentiates  # torch calls it again to apply a function mode, and to recompute blocks
+            script._differentiates = True
             plain_backward(*args, **kwargs)
-            if torch._C._current_autograd_node() is None:  # recomputed blocks have backward passes inside of one
+            script._differentiates = inside
+            if not inside:
                 script._after_backward()
 
         Accelerator._prepare_bundle = prepare_bundle  # type: ignore[method-assign]
@@ -138,6 +150,9 @@ class Script:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)
             self._note_pipeline(accelerator)
+        note_traits(self._trace.traits, accelerator.settings, models)
+        if self._request.accumulation is not None and self._trace.stages == 1:
+            accelerator.gradient_accumulation_steps = min(self._request.accumulation, _FEW_PASSES)
         for model in models:
             self._trace.parameters += sum(param.numel() for param in model.parameters())
             self._trace.trained_parameters += sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -220,6 +235,9 @@ class Script:
         self._trace.steps.append(
             Step(began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes)
         )
+        wanted = self._request.accumulation
+        if wanted is not None and self._passes == min(wanted, _FEW_PASSES):
+            self._trace.all_passes = wanted
         self._began, self._passes = self._recorder.tick, 0
         self._recorder.phase = FORWARD
         if len(self._trace.steps) == self._request.steps:

@@ -38,8 +38,11 @@ class Batches:
         return taken
 
 
-def give_batches_without_data(recorder: Any, values: Values, batches: Batches) -> None:
-    """Read data as usual, in this process; hand out tensors of the same shapes, with their whole numbers beside."""
+def give_batches_without_data(recorder: Any, values: Values, batches: Batches, batch_size: int | None = None) -> None:
+    """Read data as usual, in this process; hand out tensors of the same shapes, with their whole numbers beside.
+
+    Batches have `batch_size` samples, if it is given, instead of what the loader gives.
+    """
     plain_init, plain_iter = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,10 +60,26 @@ def give_batches_without_data(recorder: Any, values: Values, batches: Batches) -
                     batch = next(iterator)
             except StopIteration:
                 return
+            with recorder.muted(), unset_fake_temporarily():
+                batch = _resized(batch, batch_size)
             batches.count(batch)
             yield tree_map(partial(_without_data, values, batches.fraction), batch)
 
     DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
+
+
+def _resized(batch: Any, samples: int | None) -> Any:
+    """Return a batch of another size: every tensor with one row per sample gets or loses rows."""
+    rows = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    if samples is None or rows is None or rows == samples:
+        return batch
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != rows:
+            return leaf
+        return leaf.new_empty((samples, *leaf.shape[1:]))
+
+    return tree_map(resized, batch)
 
 
 def _without_data(values: Values, fraction: float, leaf: Any) -> Any:
