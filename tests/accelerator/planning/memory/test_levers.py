@@ -55,6 +55,18 @@ def test_the_buckets_of_ddp_can_be_the_gradients() -> None:
     assert levers(model(4))["gradients in the buckets"].saves == 4 * MIB  # then all gradients, and a block
 
 
+def test_split_layers_leave_sharded_state_as_it_is() -> None:
+    """The devices stay as many: of eight that share the state, half share it with twice as many layers."""
+    replicas, shards = (model(4, head=64 * MIB, sharded=sharded) for sharded in (False, True))
+    setting = "--use_parallelism_config --parallelism_config_tp_size 2 --parallelism_config_{} 2"
+    assert levers(replicas)["split layers in two"].setting == setting.format("dp_replicate_size")
+    assert levers(shards)["split layers in two"].setting == setting.format("dp_shard_size")
+    # Replicas: weights and moments of four blocks, and what blocks keep inside. Shards: only the latter.
+    assert levers(replicas)["split layers in two"].saves == 4 * (24 + 3) / 2 * MIB
+    assert levers(shards)["split layers in two"].saves == 4 * 3 / 2 * MIB
+    assert "two stages for one" not in levers(shards)
+
+
 def test_every_flag_exists() -> None:
     found = {**levers(model(4, head=64 * MIB)), **levers(model(4, head=64 * MIB, sharded=True))}
     flags = [word for lever in found.values() for word in lever.setting.split() if word.startswith("--")]
@@ -87,7 +99,7 @@ def test_savings_of_a_deep_model_from_shallow_ones(sharded: bool) -> None:
     memory = extrapolated(memory_of(few), memory_of(more), 20)
     line = levers_of(more, memory, extrapolated_peaks(lever_peaks(few), lever_peaks(more), 8))
     deep = levers(trace(20))
-    assert len(deep) > 3
+    assert len(deep) > 1
     for lever in line:
         if lever.name != "growing segments":
             assert lever.saves == pytest.approx(deep[lever.name].saves, rel=0.02, abs=MIB)

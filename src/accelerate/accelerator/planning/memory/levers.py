@@ -6,6 +6,7 @@ lives of allocations change. A plan of the script with the setting knows better.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from ..trace import (
     Trace,
 )
 from .depth import along
-from .lifetimes import Flags, Lifetimes, block_of, lifetimes_of, passes_of
+from .lifetimes import Flags, Lifetimes, block_of, lifetimes_of
 from .peak import Memory
 from .sweep import peaks_by_place, places_of, sweep
 
@@ -63,7 +64,7 @@ class _Change:
 
 def lever_peaks(trace: Trace) -> dict[str, Peaks]:
     """Compute the peaks of a trace with each lever."""
-    lives = lifetimes_of(trace, passes_of(trace))
+    lives = lifetimes_of(trace)
     names, places = places_of(trace)
     found = {}
     for change in _CHANGES:
@@ -117,6 +118,11 @@ def _scaled(lives: Lifetimes, which: Flags, factor: float) -> Lifetimes:
     return replace(lives, size=np.where(which, (lives.size * factor).astype(np.int64), lives.size))
 
 
+def _longer(lives: Lifetimes) -> Flags:
+    """Return what outlives the pass in which it was made."""
+    return np.greater(lives.passes.at(lives.freed - 1), lives.passes.at(lives.born))
+
+
 def _in_blocks(trace: Trace) -> Flags:
     return np.array([block_of(allocation.module) is not None for allocation in trace.allocations])
 
@@ -125,7 +131,7 @@ def _recomputed(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Blocks keep their output. The rest is there again when the backward pass begins to free it."""
     made = _owned(lives, *_WORK)
     kept = _owned(lives, ACTIVATIONS).tolist()
-    number = passes_of(trace).at(lives.born).tolist()
+    number = lives.passes.at(lives.born).tolist()
     groups: dict[tuple[int, str], list[int]] = {}
     for index in np.flatnonzero(made).tolist():
         block = block_of(trace.allocations[index].module)
@@ -141,10 +147,9 @@ def _recomputed(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     return replace(lives, born=born, freed=freed) if groups else None
 
 
-def _kept(trace: Trace, lives: Lifetimes) -> Flags:
-    """Return what outlives the pass in which it was made, of what passes make."""
-    passes = passes_of(trace)
-    return _owned(lives, *_WORK) & (passes.at(lives.freed - 1) > passes.at(lives.born))
+def _outputs(lives: Lifetimes, recomputed: Lifetimes) -> Flags:
+    """Return what is still kept for the backward pass when blocks are recomputed."""
+    return np.equal(recomputed.born, lives.born) & _owned(lives, *_WORK) & _longer(recomputed)
 
 
 def _smaller_batches(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
@@ -169,11 +174,10 @@ def _sharded(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
 
 
 def _largest_block(trace: Trace, lives: Lifetimes, weights: Flags) -> int:
-    sums: dict[str | None, int] = {}
-    for index in np.flatnonzero(weights).tolist():
-        block = block_of(trace.allocations[index].module)
-        sums[block] = sums.get(block, 0) + int(lives.size[index])
-    return max((size for block, size in sums.items() if block is not None), default=0)
+    sums: Counter[str] = Counter()
+    for index in np.flatnonzero(weights & _in_blocks(trace)).tolist():
+        sums[block_of(trace.allocations[index].module) or ""] += int(lives.size[index])
+    return max(sums.values(), default=0)
 
 
 def _offloaded(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
@@ -184,28 +188,37 @@ def _activations_offloaded(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     recomputed = _recomputed(trace, lives)
     if recomputed is None:
         return None
-    return _scaled(recomputed, _in_blocks(trace) & (recomputed.born == lives.born) & _kept(trace, recomputed), 0.0)
+    return _scaled(recomputed, _in_blocks(trace) & _outputs(lives, recomputed), 0.0)
 
 
 def _split_layers(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Blocks are halved, except their outputs, which every process has whole."""
     recomputed = _recomputed(trace, lives)
-    if recomputed is None:
+    if recomputed is None or _halved_axis(trace) is None:
         return None
-    whole = (recomputed.born == lives.born) & _kept(trace, recomputed)
-    return _scaled(
-        lives, (_owned(lives, *_STATE, GATHERED) | (_in_blocks(trace) & _owned(lives, *_WORK))) & ~whole, 0.5
-    )
+    work = _in_blocks(trace) & _owned(lives, *_WORK) & ~_outputs(lives, recomputed)
+    return _scaled(lives, work | _owned(lives, GATHERED, *_state_of_replicas(trace)), 0.5)
 
 
 def _split_sequences(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
-    return _scaled(lives, _owned(lives, *_WORK), 0.5) if trace.steps and trace.steps[-1].tokens else None
+    applies = trace.steps and trace.steps[-1].tokens and _halved_axis(trace) is not None
+    return _scaled(lives, _owned(lives, *_WORK), 0.5) if applies else None
 
 
 def _split_stages(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Half of the blocks' state; twice as many micro-batches are under way, with half of the activations each."""
-    blocks = _in_blocks(trace)
-    return _scaled(lives, blocks & _owned(lives, *_STATE), 0.5) if blocks.any() else None
+    state = _in_blocks(trace) & _owned(lives, *_state_of_replicas(trace))
+    return _scaled(lives, state, 0.5) if state.any() else None
+
+
+def _halved_axis(trace: Trace) -> str | None:
+    """Return the data axis that gives processes to another axis, so that the devices stay as many."""
+    return next((axis for axis in ("dp_replicate", _SHARDED) if trace.axes.get(axis, 1) % 2 == 0), None)
+
+
+def _state_of_replicas(trace: Trace) -> tuple[str, ...]:
+    """Return the owners that become smaller: state that is sharded already is shared by as many as before."""
+    return _STATE if _halved_axis(trace) == "dp_replicate" else ()
 
 
 def _bfloat16(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
@@ -228,15 +241,16 @@ def _freed_after_forward(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Gathered parameters that outlive their forward pass end with it."""
     if _SHARDED not in trace.axes:
         return None
-    passes = passes_of(trace)
-    long = _owned(lives, GATHERED) & (passes.at(lives.freed - 1) > passes.at(lives.born))
-    long &= _in_blocks(trace)
+    long = _owned(lives, GATHERED) & _longer(lives) & _in_blocks(trace)
     return _scaled(lives, long, 0.0) if long.any() else None
 
 
 def _more(axis: str) -> Callable[[Trace], str]:
     def setting(trace: Trace) -> str:
-        return f"--use_parallelism_config --parallelism_config_{axis}_size {2 * trace.axes.get(axis, 1)}"
+        halved = _halved_axis(trace) or _SHARDED
+        sizes = {axis: 2 * trace.axes.get(axis, 1), halved: trace.axes.get(halved, 1) // 2}
+        flags = [f"--parallelism_config_{name}_size {size}" for name, size in sizes.items()]
+        return " ".join(("--use_parallelism_config", *flags))
 
     return setting
 

@@ -47,6 +47,7 @@ class Lifetimes:
     """After all other ticks if it existed at the end."""
     owner: Integers
     """Position in `OWNERS`."""
+    passes: Passes
 
 
 def passes_of(trace: Trace) -> Passes:
@@ -60,8 +61,9 @@ def passes_of(trace: Trace) -> Passes:
     return Passes(np.array([tick for tick, _ in runs], dtype=np.int64), [phase for _, phase in runs])
 
 
-def lifetimes_of(trace: Trace, passes: Passes) -> Lifetimes:
+def lifetimes_of(trace: Trace) -> Lifetimes:
     """Return the allocations as arrays, with the owners that their lives show."""
+    passes = passes_of(trace)
     allocations = trace.allocations
     count = len(allocations)
     numbers = {owner: number for number, owner in enumerate(OWNERS)}
@@ -75,7 +77,7 @@ def lifetimes_of(trace: Trace, passes: Passes) -> Lifetimes:
     longer = passes.at(freed - 1) > passes.at(born)
     by_life = np.where(forward & longer, _KEPT, np.where(backward & longer, _GRADIENTS, _SHORT))
     owner = np.where((owner == _KEPT) | (owner == _SHORT), by_life, owner)
-    return Lifetimes(np.fromiter((a.size for a in allocations), np.int64, count), born, freed, owner)
+    return Lifetimes(np.fromiter((a.size for a in allocations), np.int64, count), born, freed, owner, passes)
 
 
 @lru_cache(maxsize=100_000)

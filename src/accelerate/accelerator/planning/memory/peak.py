@@ -11,7 +11,7 @@ import numpy as np
 
 from ..trace import COMMUNICATION, MAIN_STREAM, OWNERS, SETUP, Trace
 from .allocator import Simulation, simulate
-from .lifetimes import Integers, Lifetimes, Passes, lifetimes_of, passes_of, pattern_of
+from .lifetimes import Integers, Lifetimes, Passes, lifetimes_of, pattern_of
 from .sweep import Sweep, curves_by_owner, events_in_order, peaks_by_place, places_of, sweep
 
 _POINTS = 320
@@ -114,8 +114,7 @@ def memory_of(trace: Trace) -> Memory:
     """Compute the memory of the rank that a trace is of."""
     if not trace.allocations:
         raise ValueError("the trace has no allocations, so there is no memory to report.")
-    passes = passes_of(trace)
-    lives = lifetimes_of(trace, passes)
+    lives = lifetimes_of(trace)
     found = sweep(lives)
     curves = curves_by_owner(lives, found.order)
     order, tick = events_in_order(_freed_by_streams(trace, lives))
@@ -132,7 +131,7 @@ def memory_of(trace: Trace) -> Memory:
         allocated=classic.allocated,
         reserved=classic.reserved,
         expandable=growing.reserved,
-        timeline=_timeline(trace, passes, found, curves, classic, tick),
+        timeline=_timeline(trace, lives.passes, found, curves, classic, tick),
         blocks=trace.blocks,
     )
 
