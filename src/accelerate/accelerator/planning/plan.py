@@ -15,10 +15,11 @@ from math import ceil
 
 from .ledger import LedgerRow, extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
-from .memory.expand import CannotExpandError, expanded
+from .memory.expand import expanded
 from .memory.fit import Fit, fit_of, libraries_of
 from .memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
 from .memory.peak import Memory, memory_of
+from .memory.visits import CannotExpandError
 from .result import Cost, Plan, RankPlan
 from .timing.depth import extrapolated as extrapolated_timing
 from .timing.devices import Catalogue, Cluster

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.memory.expand import CannotExpandError, _repetition, expanded
+from accelerate.accelerator.planning.memory.expand import _repetition, expanded
 from accelerate.accelerator.planning.memory.peak import memory_of
+from accelerate.accelerator.planning.memory.visits import CannotExpandError
 from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Allocation, Trace
 from tests.accelerator.planning.made import MIB, Maker, model
 

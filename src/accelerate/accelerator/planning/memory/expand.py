@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from ..trace import (
@@ -28,12 +28,9 @@ from ..trace import (
     Trace,
 )
 from .lifetimes import block_of
+from .visits import Blocks, CannotExpandError, Visit
 
 _LONGEST_LIST = 20_000
-
-
-class CannotExpandError(ValueError):
-    """The passes of a trace do not visit its blocks one after the other."""
 
 
 def expanded(trace: Trace, extra: int, period: int = 1) -> Trace:
@@ -48,53 +45,6 @@ def expanded(trace: Trace, extra: int, period: int = 1) -> Trace:
     return _Expansion(trace, extra // period, period).trace()
 
 
-@dataclass
-class _Visit:
-    """The ticks of one block in one pass."""
-
-    begin: int
-    end: int
-    block: int
-    sweep: int
-
-
-@dataclass
-class _Sweep:
-    """One pass over all blocks."""
-
-    phase: str
-    number: int
-    visits: dict[int, _Visit]
-    """In the order of time."""
-
-    @property
-    def ascending(self) -> bool:
-        """Whether it begins with the first block."""
-        return next(iter(self.visits)) == 0
-
-    def is_over(self, phase: str, block: int, count: int) -> bool:
-        """Return whether an operation belongs to the next pass."""
-        return phase != self.phase or (len(self.visits) == count and block != next(reversed(self.visits)))
-
-    def add(self, block: int, begin: int, end: int) -> None:
-        """Add an operation."""
-        last = next(reversed(self.visits), None)
-        if block not in self.visits:
-            if last is not None:
-                self.visits[last].end = begin
-            self.visits[block] = _Visit(begin, end, block, self.number)
-        elif block == last:
-            self.visits[block].end = end
-
-    def check(self, count: int) -> None:
-        """Refuse a pass that does not go through all blocks in order."""
-        order = list(self.visits)
-        if len(order) < count:
-            raise CannotExpandError(f"a {self.phase} pass visits {len(order)} of {count} blocks.")
-        if order not in (list(range(count)), list(reversed(range(count)))):
-            raise CannotExpandError(f"a {self.phase} pass visits the blocks in the order {order}.")
-
-
 class _Expansion:
     """A trace, and the block that is repeated in it.
 
@@ -105,9 +55,9 @@ class _Expansion:
         self._trace = trace
         self._extra = extra
         self._period = period
-        self._family, self._first, self.count = _family_of(trace, period)
-        self._chosen = (self.count - 1) // 2
-        self._sweeps = self._find_sweeps()
+        self._blocks = Blocks.of(trace, period)
+        self._chosen = (self._blocks.count - 1) // 2
+        self._sweeps = self._blocks.sweeps(trace)
         visits = sorted((v for sweep in self._sweeps for v in sweep.visits.values()), key=lambda visit: visit.begin)
         self._visits = visits
         self._begins = [visit.begin for visit in visits]
@@ -117,35 +67,9 @@ class _Expansion:
         for visit in repeated:
             self._shifts.append(self._shifts[-1] + extra * (visit.end - visit.begin))
 
-    # --- passes -----------------------------------------------------------------------------------------------------
-
-    def _number(self, module: str) -> int | None:
-        name = block_of(module)
-        if name is None or name.rpartition(".")[0] != self._family:
-            return None
-        return (int(name.rpartition(".")[2]) - self._first) // self._period
-
-    def _find_sweeps(self) -> list[_Sweep]:
-        sweeps: list[_Sweep] = []
-        starts = sorted({o.tick for o in self._trace.operations} | {a.born for a in self._trace.allocations})
-        for operation in self._trace.operations:
-            block = self._number(operation.module) if operation.phase in (FORWARD, BACKWARD) else None
-            if block is None:
-                continue
-            if not sweeps or sweeps[-1].is_over(operation.phase, block, self.count):
-                sweeps.append(_Sweep(operation.phase, len(sweeps), {}))
-            # What is freed before anything else begins belongs to this operation.
-            after = bisect_right(starts, operation.tick)
-            sweeps[-1].add(block, operation.tick, starts[after] if after < len(starts) else operation.tick + 1)
-        for sweep in sweeps:
-            sweep.check(self.count)
-        if not sweeps:
-            raise CannotExpandError("no pass visits the blocks.")
-        return sweeps
-
     # --- ticks ------------------------------------------------------------------------------------------------------
 
-    def _visit(self, tick: int) -> _Visit | None:
+    def _visit(self, tick: int) -> Visit | None:
         at = bisect_right(self._begins, tick) - 1
         return self._visits[at] if at >= 0 and tick < self._visits[at].end else None
 
@@ -161,13 +85,13 @@ class _Expansion:
     def _target(self, block: int, copy: int = 0) -> int:
         return block + (copy if block == self._chosen else self._extra if block > self._chosen else 0)
 
-    def _ended(self, freed: int, begun: _Visit | None, copy: int) -> int:
+    def _ended(self, freed: int, begun: Visit | None, copy: int) -> int:
         """Return the new tick of an end."""
         visit = self._visit(freed)
         if visit is None:
             return self._moved(freed)
         target = self._target(visit.block)
-        if begun is not None and abs(visit.block - begun.block) < max(2, self.count - 1):
+        if begun is not None and abs(visit.block - begun.block) < max(2, self._blocks.count - 1):
             target = self._target(begun.block, copy) + visit.block - begun.block
         copy_of_end = min(max(target - self._chosen, 0), self._extra)
         block = target - copy_of_end
@@ -205,28 +129,28 @@ class _Expansion:
             collectives=[replace(each, tick=self._moved(each.tick), needed=None) for each in trace.collectives],
         )
 
-    def _copies(self, visit: _Visit | None) -> range:
+    def _copies(self, visit: Visit | None) -> range:
         return range(self._extra + 1) if visit is not None and visit.block == self._chosen else range(1)
 
     def _step(self, step: Step) -> Step:
         return replace(step, began=self._moved(step.began), ended=self._moved(step.ended))
 
-    def _copied(self, allocation: Allocation, begun: _Visit | None, copy: int) -> Allocation:
+    def _copied(self, allocation: Allocation, begun: Visit | None, copy: int) -> Allocation:
         freed = None if allocation.freed is None else self._ended(allocation.freed, begun, copy)
         born = self._moved(allocation.born, copy)
         if freed is not None and allocation.freed is not None and allocation.freed > allocation.born:
             freed = max(freed, born + 1)
         return replace(allocation, born=born, freed=freed, module=self._renamed(allocation.module, begun, copy))
 
-    def _renamed(self, module: str, visit: _Visit | None, copy: int) -> str:
+    def _renamed(self, module: str, visit: Visit | None, copy: int) -> str:
         """Return the new name of a module; what a visit does for the next block already moves with the visit."""
-        block = self._number(module)
+        block = self._blocks.number(module)
         if block is None:
             return module
         name = block_of(module) or ""
         block = block if visit is None else visit.block
         number = int(name.rpartition(".")[2]) + (self._target(block, copy) - block) * self._period
-        return f"{self._family}.{number}".lstrip(".") + module[len(name) :]
+        return f"{self._blocks.family}.{number}".lstrip(".") + module[len(name) :]
 
     # --- lists over all parameters ----------------------------------------------------------------------------------
 
@@ -241,7 +165,7 @@ class _Expansion:
                 at_tick.setdefault(each.born, []).append(each)
             lists: dict[tuple[int | None, str, str], list[Allocation]] = {}
             for tick, group in at_tick.items():
-                together = len(group) >= self.count
+                together = len(group) >= self._blocks.count
                 for each in group:
                     lists.setdefault((tick if together else None, each.owner, each.phase), []).append(each)
             for (_, owner, phase), group in lists.items():
@@ -259,7 +183,7 @@ class _Expansion:
 
     def _with_repetitions(self, group: list[Allocation]) -> list[Allocation]:
         plain = [self._copied(each, None, 0) for each in group]
-        found = _repetition([(each.size, each.stream) for each in group], self.count)
+        found = _repetition([(each.size, each.stream) for each in group], self._blocks.count)
         if found is None:
             return plain
         begin, length = found
@@ -284,22 +208,6 @@ class _Expansion:
 
 def _tick(operation: Operation) -> int:
     return operation.tick
-
-
-def _family_of(trace: Trace, period: int) -> tuple[str, int, int]:
-    """Return the name of the list of blocks, the number of its first, and how many repeat."""
-    numbers: dict[str, set[int]] = {}
-    for module in {operation.module for operation in trace.operations}:
-        name = block_of(module)
-        if name is not None:
-            numbers.setdefault(name.rpartition(".")[0], set()).add(int(name.rpartition(".")[2]))
-    if not numbers:
-        raise CannotExpandError("no operation is in a numbered block.")
-    family, found = max(numbers.items(), key=lambda item: (len(item[1]), item[0]))
-    count = len(found) // period
-    if count < 3 or len(found) % period or max(found) - min(found) + 1 != len(found):
-        raise CannotExpandError(f"the numbers of the blocks in {family!r} are {sorted(found)}.")
-    return family, min(found), count
 
 
 def _repetition(keys: Sequence[Hashable], times: int) -> tuple[int, int] | None:
