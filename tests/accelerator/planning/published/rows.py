@@ -138,8 +138,8 @@ def _torchtune(row: Row) -> Reading:
         return Reading(None, device, f"{unknown} was not published")
     if "baseline" in extras:
         return Reading(None, device, "the lengths of samples that are not packed were not published")
-    if any(word in extras for word in ("offloading", "8-bit", "LoRA")):
-        return Reading(None, device, "activations are offloaded to the host")
+    if extras in ("+activation offloading", "+8-bit AdamW"):
+        return Reading(None, device, "the optimizer steps inside the backward pass, and activations are offloaded")
     compiled = extras != "+packed"
     return Reading(
         Options(
@@ -152,6 +152,10 @@ def _torchtune(row: Row) -> Reading:
             fused=compiled,
             loss="full" if not compiled else "fused-fp32" if extras == "+compile" else "chunked-fused",
             optimizer="adamw-in-backward" if "optimizer in backward" in extras else "adamw",
+            offload="LoRA" in extras,
+            lora_rank=64 if "LoRA" in extras else 0,
+            lora_targets="qvo gate up down",
+            nf4="QLoRA" in extras,
             adam="fused",
             clip=False,
         ),

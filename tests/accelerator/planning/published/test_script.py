@@ -25,6 +25,7 @@ ON_ONE: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16", "loss": "fused"},
     "master weights": {"precision": "master", "clip": False, "accumulation": 2},
     "full recompute": {"recompute": "full"},
+    "offloaded recompute": {"recompute": "full", "offload": True},
     "selective recompute": {"recompute": "selective"},
     "optimizer in backward": {"optimizer": "adamw-in-backward", "clip": False},
     "8-bit optimizer": {"optimizer": "adamw-8bit"},

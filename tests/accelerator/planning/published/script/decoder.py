@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -187,17 +188,18 @@ def recompute(blocks: nn.ModuleList, options: Options) -> None:
         products = len([layer for layer in blocks[0].modules() if isinstance(layer, nn.Linear)])
         contexts["context_fn"] = partial(_selective, products if options.fused else 0)
     for block in blocks:
-        block.forward = Recomputed(block.forward, contexts)
+        block.forward = Recomputed(block.forward, contexts, offload=options.offload)
 
 
 class Recomputed:
     """A forward pass that is run again in the backward pass."""
 
-    def __init__(self, forward: Any, contexts: dict[str, Any]) -> None:
-        self.forward, self.contexts = forward, contexts
+    def __init__(self, forward: Any, contexts: dict[str, Any], *, offload: bool) -> None:
+        self.forward, self.contexts, self.offload = forward, contexts, offload
 
     def __call__(self, *args: Any) -> Any:
-        return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=False, **self.contexts)
+        with torch.autograd.graph.save_on_cpu() if self.offload else nullcontext():
+            return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=False, **self.contexts)
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -65,7 +65,7 @@ class EightBitAdamW(torch.optim.Optimizer):
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW on fp32 copies of bf16 parameters, with the gradients that `sum_in_fp32` keeps."""
+    """AdamW on fp32 copies of bf16 parameters, with the gradients that `sum_in_fp32` keeps, in one kernel."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-4})
@@ -75,19 +75,27 @@ class MasterAdamW(torch.optim.Optimizer):
         """Update the copies, and the parameters from them."""
         for group in self.param_groups:
             params = [param for param in group["params"] if hasattr(param, "main_grad")]
-            for param in params:
+            grads = [_local(param.main_grad) for param in params]
+            for param, grad in zip(params, grads, strict=True):
                 if not self.state[param]:
                     self.state[param] = {
-                        "master": param.detach().float(),
-                        "first": torch.zeros_like(param.main_grad),
-                        "second": torch.zeros_like(param.main_grad),
+                        "master": _local(param.detach()).float(),
+                        "first": torch.zeros_like(grad),
+                        "second": torch.zeros_like(grad),
+                        "steps": torch.zeros(()),
                     }
-                state = self.state[param]
-                state["first"].lerp_(param.main_grad, 0.1)
-                state["second"].mul_(0.999).addcmul_(param.main_grad, param.main_grad, value=0.001)
-                state["master"].addcdiv_(state["first"], state["second"].sqrt().add_(1e-8), value=-group["lr"])
-                param.copy_(state["master"])
-                param.main_grad.zero_()
+            masters, first, second, steps = (
+                [self.state[param][name] for param in params] for name in ("master", "first", "second", "steps")
+            )
+            settings = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(masters, grads, first, second, [], steps, lr=group["lr"], maximize=False, **settings)
+            torch._foreach_copy_([_local(param.detach()) for param in params], masters)
+            torch._foreach_zero_(grads)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_in_fp32(model: nn.Module) -> None:

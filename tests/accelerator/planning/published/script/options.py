@@ -49,6 +49,8 @@ class Options:
     (bf16 weights, with fp32 copies and gradients)."""
     recompute: str = "none"
     """none, full (blocks keep their inputs), or selective (every second product of matrices is kept, and attention)."""
+    offload: bool = False
+    """Whether what recomputed blocks keep is kept on the host."""
     fused: bool = False
     """Whether norms, rotary positions and SwiGLU are one kernel each, as torch.compile makes them."""
     loss: str = "full"
@@ -65,7 +67,7 @@ class Options:
     """Whether gradients are set to zero after a step, not freed."""
     lora_rank: int = 0
     lora_targets: str = "qv"
-    """qv (projections of queries and values) or all (every product of a block)."""
+    """Layers that are corrected, such as `qv` (projections of queries and values), or `all` of a block."""
     lora_dropout: float = 0.0
     nf4: bool = False
     """Whether frozen weights are kept in four bits."""
