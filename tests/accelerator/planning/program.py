@@ -57,13 +57,13 @@ class Model(nn.Module):
 
 
 class Tokens(Dataset[Tensor]):
-    """Sequences of one token."""
+    """Random sequences."""
 
     def __len__(self) -> int:
         return 512
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(LENGTH, dtype=torch.int64)
+        return torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mixed_precision", default="no")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=4)
     for axis in ("dp_shard", "tp", "cp", "pp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     return parser.parse_args()
@@ -94,7 +95,7 @@ def accelerator_of(args: argparse.Namespace) -> Accelerator:
         if args.tp > 1:
             options["tp_plan"] = PLAN
         if args.pp > 1:
-            options["pp_handler"] = PipelineConfig(schedule=args.schedule, microbatches=4)
+            options["pp_handler"] = PipelineConfig(schedule=args.schedule, microbatches=args.microbatches)
         options = {"parallelism_config": ParallelismConfig(**sizes, **options)}
         if args.recompute:
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(activation_checkpointing=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -264,3 +266,18 @@ def test_a_wrapped_forward_returns_fp32_and_keeps_its_name() -> None:
     result = wrapped(torch.ones(2), scale=3.0)["out"]
     assert (result.dtype, result.tolist()) == (torch.float32, [3.0, 3.0])
     assert (wrapped.__name__, wrapped.__doc__) == ("forward", "Compute.")
+
+
+def test_what_the_function_refers_to_is_freed_without_a_garbage_collection() -> None:
+    class Large:
+        pass
+
+    large = Large()
+    reference = weakref.ref(large)
+    gc.disable()
+    try:
+        recursively_apply(lambda leaf, kept=large: leaf, [torch.ones(1), {"a": torch.ones(1)}])
+        del large
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -60,10 +60,8 @@ def plan_run(
 
     A brief plan lets rank 0 stand for all of a stage, and looks for no levers.
     """
-    first = Depths.of_rank(tracer, 0)
-    trace = first.larger
-    others = [] if brief and trace.axes.get("pp", 1) == 1 else _other_ranks(trace)
-    depths = [first, *(Depths.of_rank(tracer, rank) for rank in others)]
+    depths = _traced(tracer, brief)
+    trace = depths[0].larger
     ranks = [_rank_plan(depth, cluster) for depth in depths]
     plan = Plan(
         script=script,
@@ -109,12 +107,6 @@ class Depths:
     smaller: Trace
     larger: Trace
 
-    @classmethod
-    def of_rank(cls, tracer: Tracer, rank: int) -> Depths:
-        """Trace a rank."""
-        few, more = tracer([Part(rank=rank, blocks=FEW), Part(rank=rank, blocks=MORE)])
-        return cls(more if few.blocks == more.blocks else few, more)
-
     @property
     def factor(self) -> float:
         """Where the whole model is on the line from the smaller trace (0) to the larger (1)."""
@@ -159,6 +151,16 @@ class Depths:
         if self.smaller is self.larger:
             return larger
         return extrapolated_timing(_time_passes(self.smaller, cluster), larger, self.factor)
+
+
+def _traced(tracer: Tracer, brief: bool) -> list[Depths]:
+    """Trace rank 0, which tells how many blocks there are and which other ranks differ, and then the others."""
+    [trace] = tracer([Part(rank=0, blocks=MORE)])
+    sizes = [MORE] if trace.blocks == trace.all_blocks else [FEW, MORE]
+    ranks = [0] if brief and trace.axes.get("pp", 1) == 1 else [0, *_other_ranks(trace)]
+    traces = iter(tracer([Part(rank=rank, blocks=size) for rank in ranks for size in sizes]))
+    found = [[next(traces) for _ in sizes] for _ in ranks]
+    return [Depths(traces_of_rank[0], traces_of_rank[-1]) for traces_of_rank in found]
 
 
 def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:

@@ -72,22 +72,25 @@ def recursively_apply(
 
     Other leaves are returned as they are, or refused with `error_on_other_type`.
     """
+    return _applied(data, lambda leaf: func(leaf, *args, **kwargs), test_type, func if error_on_other_type else None)
 
-    def walk(node: Any) -> Any:
-        if test_type(node):
-            return func(node, *args, **kwargs)
-        mapped = map_children(walk, node)
-        if mapped is not None:
-            return mapped
-        if error_on_other_type:
-            name = getattr(func, "__name__", "This operation").strip("_")
-            raise TypeError(
-                f"{name}() takes tensors, or lists, tuples, mappings and dataclasses of tensors; it found a "
-                f"{type(node).__name__}: {str(node)[:80]!r}. Use gather_object() for objects."
-            )
-        return node
 
-    return walk(data)
+def _applied(
+    node: Any, func: Callable[[Any], Any], test_type: Callable[[Any], bool], strict: Callable[..., Any] | None
+) -> Any:
+    # A function that refers to itself would be a reference cycle, and keep what `func` refers to until a collection.
+    if test_type(node):
+        return func(node)
+    mapped = map_children(lambda child: _applied(child, func, test_type, strict), node)
+    if mapped is not None:
+        return mapped
+    if strict is not None:
+        name = getattr(strict, "__name__", "This operation").strip("_")
+        raise TypeError(
+            f"{name}() takes tensors, or lists, tuples, mappings and dataclasses of tensors; it found a "
+            f"{type(node).__name__}: {str(node)[:80]!r}. Use gather_object() for objects."
+        )
+    return node
 
 
 def named_leaves(data: Any, name: str = "") -> list[tuple[str, Any]]:

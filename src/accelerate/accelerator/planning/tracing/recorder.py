@@ -152,12 +152,12 @@ class Recorder(TorchDispatchMode):
         self._tick += 1
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
         owner = self.owner or (COMMUNICATION if inside_collective else self._owner_by_phase())
-        outputs = _fakes(result)
+        outputs = _tensors(result)
         for tensor in outputs:
             self._see(tensor, owner)
         if function.is_view:
             return result
-        inputs = _fakes((*args, *kwargs.values()))
+        inputs = _tensors((*args, *kwargs.values()))
         if self._phase() != SETUP:
             self._bring_to_device(inputs)
         if inside_collective:
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         return BACKWARD if torch._C._current_autograd_node() is not None else self.phase
 
     def _note_operation(
-        self, function: Any, args: Any, kwargs: Any, result: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
+        self, function: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         if function in _NO_KERNEL or not (inputs or outputs):
             return
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _note_collective(
-        self, function: Any, args: Any, kwargs: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
+        self, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         tensors = [*inputs, *outputs]
         if function is torch.ops._c10d_functional.wait_tensor.default:
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _see(self, tensor: FakeTensor, owner: str) -> None:
+    def _see(self, tensor: Tensor, owner: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):
             self._free(key)
             self._allocate(storage, key, owner)
 
-    def _bring_to_device(self, inputs: list[FakeTensor]) -> None:
+    def _bring_to_device(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is None:
@@ -286,17 +286,17 @@ def _product_shape(args: Any) -> tuple[int, ...]:
     return batch * first.shape[-2], first.shape[-1], second.shape[-1]
 
 
-def _fakes(data: Any) -> list[FakeTensor]:
+def _tensors(data: Any) -> list[Tensor]:
     """Return the tensors of an operator's arguments or results: it takes and returns tensors and lists of them."""
     found = []
     for item in data if isinstance(data, (tuple, list)) else (data,):
-        if isinstance(item, FakeTensor):
+        if isinstance(item, Tensor):  # positions and masks that do not depend on data are real
             found.append(item)
         elif isinstance(item, (tuple, list)):
-            found += _fakes(item)
+            found += _tensors(item)
     return found
 
 
 def _bytes(data: Any) -> int:
     """Return the bytes of a tensor or of a list of them; a collective names its larger side in one argument."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in _fakes(data))
+    return sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data))

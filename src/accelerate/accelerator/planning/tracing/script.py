@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ....errors import UnsupportedSettingError
 from ....runtime.group.runtime import Runtime
 from ... import Accelerator
-from ..trace import BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
+from ..trace import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Allocation, Step, Trace
 from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .host.building import Building
 from .host.devices import accept_absent_devices
@@ -103,6 +103,9 @@ class Script:
         self._microbatches = 1.0
         """Micro-batches of a pipeline for each that is traced."""
         self._began = 0
+        self._last_pass = 0
+        self._last_passes: list[int] = []
+        """For each step, where its last backward pass ended."""
         recorder.module = self._module
 
     def watch(self) -> None:
@@ -170,9 +173,9 @@ class Script:
             trace.stage = coordinates_of(trace.rank, tuple(trace.axes.values()))[list(trace.axes).index("pp")]
 
     def _trace_fewer_microbatches(self, config: Any, ranks: int) -> None:
-        """Trace as many micro-batches as are in flight at once; the others repeat this."""
+        """Trace as many micro-batches as are in flight at once, and more to have gradients then; others repeat this."""
         wanted = config.microbatches or ranks
-        enough = {"1f1b": ranks, "interleaved": 2 * ranks}.get(config.schedule, wanted)
+        enough = {"1f1b": ranks + 1, "interleaved": 3 * ranks}.get(config.schedule, wanted)
         if self._request.blocks is not None and wanted > enough:
             config.microbatches = enough
             self._microbatches = wanted / enough
@@ -218,6 +221,7 @@ class Script:
                 if param.grad is not None:
                     self._recorder.claim(param.grad, GRADIENTS, self._module_of.get(param, ""))
         self._passes += 1
+        self._last_pass = self._recorder.tick
         self._in_backward = ""
         self._recorder.phase = UPDATE
 
@@ -238,6 +242,7 @@ class Script:
         wanted = self._request.accumulation
         if wanted is not None and self._passes == min(wanted, _FEW_PASSES):
             self._trace.all_passes = wanted
+        self._last_passes.append(self._last_pass)
         self._began, self._passes = self._recorder.tick, 0
         self._recorder.phase = FORWARD
         if len(self._trace.steps) == self._request.steps:
@@ -246,8 +251,26 @@ class Script:
     def end(self) -> None:
         """Write the trace and end this process."""
         self._recorder.finish()
+        if self._microbatches > 1:
+            self._trace.allocations += kept_of_others(self._trace, self._last_passes, self._microbatches - 1)
         self._trace.save(self._request.output)
         os._exit(0)
+
+
+def kept_of_others(trace: Trace, last_passes: list[int], others: float) -> list[Allocation]:
+    """Return what micro-batches that were not traced keep until the end of the step, as outputs of the last stage."""
+    kept = []
+    for step, last in zip(trace.steps, last_passes, strict=True):
+        outputs = [
+            allocation
+            for allocation in trace.allocations
+            if allocation.owner == ACTIVATIONS and step.began <= allocation.born <= last
+            if allocation.freed is None or allocation.freed > last
+        ]
+        if outputs:
+            size = round(others * sum(allocation.size for allocation in outputs))
+            kept.append(replace(max(outputs, key=lambda allocation: allocation.born), size=size))
+    return kept
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

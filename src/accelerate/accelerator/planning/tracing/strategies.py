@@ -91,7 +91,8 @@ def _note_waits(recorder: Recorder) -> None:
 def _watch_stages(recorder: Recorder, values: Values) -> None:
     """Record nothing of a stage before its first block: other stages have computed it."""
     plain_run, plain_receive = stages.StageView._run, stages.StageView._receive
-    plain_trace = tracing.MetaModel.trace
+    plain_train, plain_trace = schedules.Pipeline._run, tracing.MetaModel.trace
+    calls: dict[tuple[Any, Any], int] = {}
 
     def run(self: Any, *args: Any) -> Any:
         if self.index == 0:
@@ -107,11 +108,16 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
         return plain_receive(self, *args)
 
     def numbered(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def first(*args: Any, **kwargs: Any) -> Any:
-            with values.standing_for(0):  # the first micro-batch stands for all: their shapes are equal
-                return plain(*args, **kwargs)
+        def one_more(self: Any, *args: Any, **kwargs: Any) -> Any:
+            number = calls[self, plain] = calls.get((self, plain), -1) + 1
+            with values.standing_for(number):  # micro-batches come in the order of their numbers
+                return plain(self, *args, **kwargs)
 
-        return first
+        return one_more
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.clear()
+        plain_train(self, *args, **kwargs)
 
     def trace(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recorder.muted():
@@ -120,6 +126,7 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
     stages.StageView._run, stages.StageView._receive = run, receive  # type: ignore[method-assign, assignment]
     for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._Plan, "_finish")):
         setattr(place, name, numbered(getattr(place, name)))
+    schedules.Pipeline._run = train  # type: ignore[method-assign]
     tracing.MetaModel.trace = trace  # type: ignore[method-assign]
     tracing._StageTracer._generator_state = lambda self: b""  # type: ignore[method-assign]
 

@@ -49,7 +49,7 @@ class Values:
 
     def __init__(self, guesses: list[str]) -> None:
         self._guesses = guesses
-        self._default = 1
+        self._default: int | None = None
         self._known: Any = WeakTensorKeyDictionary()
         self._assumed: Any = WeakTensorKeyDictionary()
 
@@ -68,10 +68,10 @@ class Values:
         known = self._numbers((args, kwargs))
         if known is not None:
             return self._without_data(_computed(function, *known), args[0])
-        if self._default:
+        if self._default is None:
             self._note(_WORDS.get(function, function._overloadpacket.__name__))
         if function is _aten._local_scalar_dense.default:
-            return _number(args[0].dtype, self._assumed.get(args[0], self._default))
+            return _number(args[0].dtype, self._assumed.get(args[0], 1 if self._default is None else self._default))
         answer = _ANSWERS[function]
         assert answer is not None
         return answer(*args, **kwargs)
@@ -142,7 +142,7 @@ class Values:
         known: Tensor | None = self._known.get(tensor)
         if known is not None:
             return known
-        if self._default:
+        if self._default is None:
             self._note(what)
         with unset_fake_temporarily():
             return torch.full(tensor.shape, self._default, dtype=tensor.dtype)
