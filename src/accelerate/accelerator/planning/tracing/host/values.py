@@ -93,7 +93,12 @@ class Values:
 
     def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember results that are known without data."""
-        if function in _WITHOUT_NUMBERS or function.namespace != "aten":
+        if function.namespace != "aten":  # a collective may have written other ranks' numbers
+            for tensor in tree_leaves(args):
+                if isinstance(tensor, FakeTensor):
+                    self._known.pop(tensor, None)
+            return
+        if function in _WITHOUT_NUMBERS:
             return
         if function._schema.is_mutable:
             self._learn_change(function, args, kwargs)
@@ -145,7 +150,7 @@ class Values:
         if self._default is None:
             self._note(what)
         with unset_fake_temporarily():
-            return torch.full(tensor.shape, self._default, dtype=tensor.dtype)
+            return torch.full(tensor.shape, 1 if self._default is None else self._default, dtype=tensor.dtype)
 
     def _learn_change(self, function: Any, args: Any, kwargs: Any) -> None:
         """Change the numbers of a tensor that is changed in place, or forget them."""
