@@ -37,6 +37,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "sharded, weights kept": {"dp_shard": 2, "reshard": False, "precision": "mixed-bf16", "recompute": "full"},
     "copies": {"dp_replicate": 2, "reshard": False},
     "tensor": {**LLAMA, "tp": 2, "fused": True, "precision": "master", "clip": False},
+    "tensor, split loss": {**LLAMA, "tp": 2, "fused": True, "precision": "master", "clip": False, "loss": "fused"},
     "tensor, autocast": {**LLAMA, "tp": 2, "recompute": "selective"},
     "context": {**LLAMA, "cp": 2, "recompute": "full"},
     "pipeline": {"pp": 2, "accumulation": 4, "precision": "master", "clip": False},
@@ -76,6 +77,12 @@ def train(fields: dict[str, Any]) -> float:
 
 
 ALL = {**ON_ONE, **ON_TWO, **ON_FOUR}
+
+
+@pytest.mark.nightly
+def test_a_loss_over_a_split_vocabulary_is_the_same_loss() -> None:
+    losses = [run_on_ranks(2, train, fields={**ON_TWO["tensor"], "loss": loss})[0] for loss in ("full", "fused")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", cases(gate=["mpt", "sharded", "tensor x pipeline"], nightly=ALL))

@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 EPSILON = fused.EPSILON
+_COLUMNS = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
 TENSOR_PLAN = {
     "embedding": "embedding_rowwise",
-    "blocks.*.attention.query": "colwise",
-    "blocks.*.attention.key": "colwise",
-    "blocks.*.attention.value": "colwise",
+    **{f"blocks.*.{name}": "colwise" for name in _COLUMNS},
     "blocks.*.attention.out": "rowwise",
-    "blocks.*.mlp.gate": "colwise",
-    "blocks.*.mlp.up": "colwise",
     "blocks.*.mlp.down": "rowwise",
     "head": "vocab",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -94,3 +95,38 @@ class CrossEntropy(torch.autograd.Function):
                 chances.scatter_add_(1, target[:, None], -torch.ones_like(target[:, None], dtype=chances.dtype))
             )
         return for_logits.mul_(grads[0]), None
+
+
+class SplitCrossEntropy(torch.autograd.Function):
+    """The same for logits of which every rank of a group has a part of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+        highest = logits.amax(-1).float()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        parts = zip(logits.chunk(_PARTS), highest.chunk(_PARTS), strict=True)
+        total = torch.cat([(part.float() - high[:, None]).exp_().sum(-1) for part, high in parts])
+        own, present = _own_targets(logits, targets, group)
+        reached = torch.where(present, logits.gather(1, own[:, None])[:, 0].float(), 0.0)
+        sums = torch.stack([total, reached])
+        dist.all_reduce(sums, group=group)
+        log_total = sums[0].log() + highest
+        ctx.save_for_backward(logits, own, present, log_total)
+        return (log_total - sums[1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, own, present, log_total = ctx.saved_tensors
+        for_logits = torch.empty_like(logits)
+        pieces = (tensor.chunk(_PARTS) for tensor in (logits, own, present, log_total, for_logits))
+        for part, target, here, log_sum, result in zip(*pieces, strict=True):
+            chances = (part.float() - log_sum[:, None]).exp_()
+            result.copy_(chances.scatter_add_(1, target[:, None], -here[:, None].to(chances.dtype)))
+        return for_logits.mul_(grads[0]), None, None
+
+
+def _own_targets(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Return the targets as columns of this rank's part, and which of them are in it."""
+    own = targets - dist.get_rank(group) * logits.shape[-1]
+    present = (own >= 0) & (own < logits.shape[-1])
+    return own.clamp(0, logits.shape[-1] - 1), present

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from decoder import TENSOR_PLAN, Decoder, recompute
-from fused import CrossEntropy
+from fused import CrossEntropy, SplitCrossEntropy
 from optimizers import optimizer_for, step_in_backward, sum_in_fp32
 from options import Options, read_options
 from torch import Tensor
@@ -77,8 +77,9 @@ def model_for(options: Options) -> Decoder:
 class Loss:
     """The mean loss of the next tokens."""
 
-    def __init__(self, options: Options) -> None:
-        self.is_fused = "fused" in options.loss and options.tp == 1
+    def __init__(self, options: Options, split_over: Any) -> None:
+        self.is_fused = "fused" in options.loss
+        self.split_over = split_over
         self.is_wide = options.loss == "fused-fp32"
 
     def __call__(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
@@ -92,6 +93,9 @@ class Loss:
         )
 
     def _sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.is_fused and self.split_over is not None:
+            part = logits.to_local() if isinstance(logits, DTensor) else logits
+            return SplitCrossEntropy.apply(part, targets, self.split_over)
         if self.is_fused:
             return CrossEntropy.apply(logits.float() if self.is_wide else logits, targets)
         return F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -121,7 +125,7 @@ def main(options: Options) -> float:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.precision == "master":
         sum_in_fp32(model)
-    loss_fn = Loss(options)
+    loss_fn = Loss(options, accelerator.torch_device_mesh["tp"].get_group() if options.tp > 1 else None)
     for tokens, targets, positions in loader:
         parts = [tokens, targets, positions]
         with (
