@@ -217,6 +217,19 @@ def test_a_value_that_goes_around_a_cut_is_refused() -> None:
         trace_of(net, ["1"], torch.ones(2, 4))
 
 
+def test_a_value_of_the_inputs_alone_may_pass_through_a_stage() -> None:
+    class Casts(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(4.0)
+            first = self[0](x)
+            first = first + positions.type_as(first)  # returns the argument itself
+            return torch.as_tensor(self[1](first) + positions)
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net.__class__ = Casts
+    assert trace_of(net, ["1"], torch.ones(2, 4))
+
+
 def test_an_output_of_an_earlier_stage_is_refused() -> None:
     class Tells(nn.Sequential):
         def forward(self, x: Tensor) -> Any:

@@ -98,7 +98,7 @@ class Pipeline:
             if batch.num_items is None and self._compares_means:
                 divisors.append(divisors_of(loss))
                 sums.append(is_sum(loss))
-            losses.append(loss.detach())
+            losses.append(whole(loss.detach()))
             return share(loss) * weight
 
         self._run(calls, loss_of, training=True)

@@ -224,6 +224,7 @@ class _StageTracer(TorchFunctionMode):
     ) -> Any:
         """Run an operation and record its inputs. One that returns no tensor only reads a shape or dtype."""
         generator = self._generator_state()
+        versions = {id(leaf): leaf._version for leaf in tensors_of((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         made = tensors_of(args[0] if func is Tensor.__setitem__ else result)
         if not made:
@@ -233,6 +234,8 @@ class _StageTracer(TorchFunctionMode):
         for leaf in taken:
             self._record_use(leaf, getattr(func, "__name__", str(func)))
         for leaf in made:
+            if versions.get(id(leaf)) == leaf._version:
+                continue  # an argument, returned as it was: `type_as` with the same dtype
             if id(leaf) not in self._names and (drawn or taken or is_placeholder(leaf)):
                 leaf._made_in_stage = self.stage  # type: ignore[attr-defined]
         return result
