@@ -152,6 +152,24 @@ def test_expected_time_grows_with_what_takes_longer(slower: Choice, faster: Choi
     assert estimates().seconds(slower) > estimates().seconds(faster)
 
 
+def test_shards_are_not_expected_to_need_the_buckets_of_replicas() -> None:
+    trace = model(8)
+    base = choice_of(trace)
+    replicated = Estimates(base, trace, memory_of(trace), time_step(trace, CLUSTER), CLUSTER)
+    buckets = memory_of(trace).most["communication"]
+    assert buckets > 0
+    less = replicated.expected_memory(base) - replicated.expected_memory(BASE)
+    state = sum(memory_of(trace).most[owner] for owner in ("weights", "gradients", "optimizer"))
+    assert less >= buckets + state * 3 / 4
+
+
+def test_what_differs_in_replicas_only_waits_for_what_is_new() -> None:
+    variant, new = replace(KEPT, dp_replicate=2, dp_shard=2), replace(KEPT, batch=4, accumulation=2)
+    searching, asked = search(lambda choice: planned(50, 1.0), limit=2)
+    searching.run([variant, new, KEPT], planned(50, 1.0))
+    assert set(asked) != {variant, KEPT}
+
+
 def test_a_choice_is_described_in_a_few_words() -> None:
     choice = Choice(dp_shard=2, tp=2, batch=4, accumulation=2, recompute=True, reshard=False)
     assert describe(choice) == "dp_shard 2 x tp 2, batch 4 x 2, kept after forward, recompute"

@@ -52,7 +52,10 @@ class Estimates:
             saved = self.recompute_saves / max(1.0, owned.get(ACTIVATIONS, 0.0)) or 1 - _KEPT_BY_RECOMPUTE
             kept *= max(_KEPT_BY_RECOMPUTE, 1 - saved)
         work = self._share(choice) * owned.get(TEMPORARIES, 0.0)
-        found = self._state(choice) + kept + work + owned.get(COMMUNICATION, 0.0)
+        buffers = owned.get(COMMUNICATION, 0.0)
+        if self.base.is_replicated:  # the buckets of DDP, as large as the gradients
+            buffers *= choice.is_replicated
+        found = self._state(choice) + kept + work + buffers
         if choice.shards > 1 and not choice.reshard:
             found += self._gathered(choice)
         return found * self.memory.reserved / max(1.0, self.memory.total)

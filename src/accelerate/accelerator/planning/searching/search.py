@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..memory.fit import EXPANDABLE, FITS, Fit
 from ..result import Candidate, Plan
@@ -21,6 +21,7 @@ BEST = 3
 LIMIT = 24
 _SLOWER = 1.5
 _REFUSALS = 2
+_GAIN = 0.95
 _EXPANDABLE_LABEL = "expandable_segments"
 
 Evaluate = Callable[[Choice], Plan]
@@ -110,13 +111,22 @@ class Search:
         others = sorted((each for each in self.tried if not each.fits), key=lambda each: each.fit.allocated)
         return fitting + others
 
-    def _promise(self, choice: Choice) -> tuple[bool, float]:
+    def _promise(self, choice: Choice) -> tuple[bool, bool, float]:
         """Return what is smallest for the choice to be traced next; what was traced corrects the expectation."""
         memory = self.estimates.expected_memory(choice) * self._correction(
             choice, lambda each: each.fit.needed / self.estimates.expected_memory(each.choice)
         )
         lacks = memory > self.tried[0].fit.available
-        return lacks, memory if lacks else self._likely_seconds(choice)
+        seconds = self._likely_seconds(choice)
+        return lacks, self._is_variant(choice, seconds), memory if lacks else seconds
+
+    def _is_variant(self, choice: Choice, seconds: float) -> bool:
+        """Return whether only replicas and shards differ from one that fits, and little is to be gained."""
+        return any(
+            each.fits and seconds > _GAIN * each.seconds
+            for each in self.tried
+            if replace(each.choice, dp_replicate=1, dp_shard=1) == replace(choice, dp_replicate=1, dp_shard=1)
+        )
 
     def _likely_seconds(self, choice: Choice) -> float:
         return self._expected_seconds(choice) * self._correction(
@@ -124,8 +134,8 @@ class Search:
         )
 
     def _correction(self, choice: Choice, ratio: Callable[[Tried], float]) -> float:
-        """Return by what expectations were wrong, of choices that split the model alike if there are any."""
-        alike = [each for each in self.tried if _split(each.choice) == _split(choice)]
+        """Return by what expectations were wrong, of choices of the same kind if there are any."""
+        alike = [each for each in self.tried if _kind(each.choice) == _kind(choice)]
         return statistics.median(map(ratio, alike or self.tried))
 
     def _expected_seconds(self, choice: Choice) -> float:
@@ -181,6 +191,10 @@ def _same_mesh(a: Choice, b: Choice) -> bool:
 
 def _split(choice: Choice) -> tuple[int, int, int]:
     return choice.tp, choice.cp, choice.pp
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    return *_split(choice), choice.is_replicated
 
 
 def describe(choice: Choice) -> str:
