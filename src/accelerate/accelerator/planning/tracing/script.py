@@ -16,7 +16,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ....errors import UnsupportedSettingError
 from ....runtime.group.runtime import Runtime
 from ... import Accelerator
-from ..trace import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Allocation, Step, Trace
+from ..trace import (
+    ACTIVATIONS,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER,
+    SETUP,
+    UPDATE,
+    WEIGHTS,
+    Allocation,
+    Step,
+    Trace,
+)
 from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .host.building import Building
 from .host.devices import accept_absent_devices
@@ -258,8 +271,12 @@ class Script:
 
 
 def kept_of_others(trace: Trace, last_passes: list[int], others: float) -> list[Allocation]:
-    """Return what micro-batches that were not traced keep until the end of the step, as outputs of the last stage."""
-    kept = []
+    """Return what micro-batches that were not traced keep: buffers to receive, and outputs until the step ends."""
+    kept = [
+        replace(allocation, size=round(others * allocation.size))
+        for allocation in trace.allocations
+        if allocation.owner == COMMUNICATION and allocation.phase == SETUP and allocation.freed is None
+    ]
     for step, last in zip(trace.steps, last_passes, strict=True):
         outputs = [
             allocation

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from ....parallel.mesh.context import documents, sequences, sharding
@@ -127,6 +128,8 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
     for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._Plan, "_finish")):
         setattr(place, name, numbered(getattr(place, name)))
     schedules.Pipeline._run = train  # type: ignore[method-assign]
+    for name in ("_prepare_forward_infra", "_prepare_backward_infra"):  # buffers for every micro-batch
+        _label(recorder, PipelineStage, name, owner=COMMUNICATION)
     tracing.MetaModel.trace = trace  # type: ignore[method-assign]
     tracing._StageTracer._generator_state = lambda self: b""  # type: ignore[method-assign]
 
