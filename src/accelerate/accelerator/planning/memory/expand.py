@@ -20,6 +20,7 @@ from ..trace import (
     BACKWARD,
     COMMUNICATION,
     FORWARD,
+    GATHERED,
     TEMPORARIES,
     WEIGHTS,
     Allocation,
@@ -28,9 +29,11 @@ from ..trace import (
     Trace,
 )
 from .lifetimes import block_of
-from .visits import Blocks, CannotExpandError, Visit
+from .visits import Blocks, CannotExpandError, Sweep, Visit
 
 _LONGEST_LIST = 20_000
+_PASSING = (COMMUNICATION, GATHERED)
+"""Owners of buffers that live for a block or two, and never for all of them."""
 
 
 def expanded(trace: Trace, extra: int, period: int = 1) -> Trace:
@@ -85,21 +88,37 @@ class _Expansion:
     def _target(self, block: int, copy: int = 0) -> int:
         return block + (copy if block == self._chosen else self._extra if block > self._chosen else 0)
 
-    def _ended(self, freed: int, begun: Visit | None, copy: int) -> int:
+    def _ended(self, allocation: Allocation, freed: int, begun: Visit | None, copy: int) -> int:
         """Return the new tick of an end."""
         visit = self._visit(freed)
+        passing = allocation.owner in _PASSING
         if visit is None:
-            return self._moved(freed)
-        target = self._target(visit.block)
-        if begun is not None and abs(visit.block - begun.block) < max(2, self._blocks.count - 1):
+            return self._moved(freed) if begun is None or not passing else self._ended_after_pass(freed, begun, copy)
+        sweep = self._sweeps[visit.sweep]
+        target = self._target(visit.block, 0 if sweep.ascending else self._extra)  # as far from the begin of the pass
+        if begun is not None and (passing or abs(visit.block - begun.block) < max(2, self._blocks.count - 1)):
             target = self._target(begun.block, copy) + visit.block - begun.block
-        copy_of_end = min(max(target - self._chosen, 0), self._extra)
-        block = target - copy_of_end
-        if block == visit.block:
-            return self._moved(freed, copy_of_end)
-        other = self._sweeps[visit.sweep].visits[block]
-        offset = min(freed - visit.begin, other.end - other.begin - 1)
-        return self._moved(other.begin, copy_of_end) + offset
+        return self._in_target(sweep, target, freed - visit.begin)
+
+    def _ended_after_pass(self, freed: int, begun: Visit, copy: int) -> int:
+        """Return the new tick of the end of a buffer that passes: what comes after the last block is one more visit."""
+        sweep = self._sweeps[begun.sweep]
+        visits = list(sweep.visits.values())
+        following = self._sweeps[begun.sweep + 1 :][:1]
+        if freed < visits[-1].end or any(freed >= min(v.begin for v in each.visits.values()) for each in following):
+            return self._moved(freed)
+        way = 1 if sweep.ascending else -1
+        target = self._target(begun.block, copy) + way * (len(visits) - visits.index(begun))
+        if not 0 <= target < self._blocks.count + self._extra:
+            return self._moved(freed)
+        return self._in_target(sweep, target, freed - visits[-1].end)
+
+    def _in_target(self, sweep: Sweep, target: int, offset: int) -> int:
+        """Return the new tick at a distance from the begin of the visit of a block of the expanded model."""
+        copy = min(max(target - self._chosen, 0), self._extra)
+        visit = sweep.visits[target - copy]
+        offset = min(offset, visit.end - visit.begin - 1)
+        return self._moved(visit.begin, copy) + offset
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +155,7 @@ class _Expansion:
         return replace(step, began=self._moved(step.began), ended=self._moved(step.ended))
 
     def _copied(self, allocation: Allocation, begun: Visit | None, copy: int) -> Allocation:
-        freed = None if allocation.freed is None else self._ended(allocation.freed, begun, copy)
+        freed = None if allocation.freed is None else self._ended(allocation, allocation.freed, begun, copy)
         born = self._moved(allocation.born, copy)
         if freed is not None and allocation.freed is not None and allocation.freed > allocation.born:
             freed = max(freed, born + 1)
