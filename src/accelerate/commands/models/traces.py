@@ -122,25 +122,23 @@ class Traces:
         """Import what takes seconds, once for all traces."""
         from ...parallel.pipeline import strategy  # noqa: F401 - and with it FSDP2, DTensor and pipelines
 
-        for name in _installed_imports(Path(self._args.training_script)):
+        for name, parts in _installed_imports(Path(self._args.training_script)).items():
             with suppress(Exception):  # the script will say so
-                import_module(name)
+                module = import_module(name)
+                for part in parts:
+                    getattr(module, part, None)  # large libraries import their parts on first use
 
 
-def _installed_imports(script: Path) -> list[str]:
-    """Return the modules of installed packages that a script imports at its top."""
-    if not script.is_file():
-        return []
+def _installed_imports(script: Path) -> dict[str, list[str]]:
+    """Return the modules of installed packages that a script imports at its top, and what it imports from each."""
+    names: dict[str, list[str]] = {}
     with suppress(SyntaxError):
-        names = []
-        for statement in ast.parse(script.read_bytes()).body:
+        for statement in ast.parse(script.read_bytes()).body if script.is_file() else ():
             if isinstance(statement, ast.Import):
-                names += [alias.name for alias in statement.names]
+                names |= {alias.name: [] for alias in statement.names}
             elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-                names.append(statement.module)
-                names += [f"{statement.module}.{alias.name}" for alias in statement.names]
-        return [name for name in names if _is_installed(name.partition(".")[0])]
-    return []
+                names.setdefault(statement.module, []).extend(alias.name for alias in statement.names)
+    return {name: parts for name, parts in names.items() if _is_installed(name.partition(".")[0])}
 
 
 def _is_installed(package: str) -> bool:
@@ -183,9 +181,14 @@ def _last_place(lines: list[str], folder: str) -> tuple[str, str]:
         (f"{match[1]}:{match[2]}", lines[index + 1].strip() if index + 1 < len(lines) else "")
         for index, line in enumerate(lines)
         if (match := re.match(r'  File "(.+)", line (\d+)', line))
-        if match[1].startswith(folder) and "site-packages" not in match[1] and not match[1].startswith(_OURS)
+        if match[1].startswith(folder) and not match[1].startswith((_OURS, *_installed_below(folder)))
     ]
     return found[-1] if found else ("", "")
+
+
+def _installed_below(folder: str) -> list[str]:
+    """Return where packages are installed, unless the script is one of them."""
+    return [path for path in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")) if path not in folder]
 
 
 _OURS = str(Path(__file__).parents[2])

@@ -43,12 +43,12 @@ _NAMES = {
 
 def open_groups_without_connections(rank: int, world_size: int) -> None:
     """Make `init_process_group` open a group whose collectives only have shapes, and answer questions about objects."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - it registers the backend
 
     plain_init, plain_new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, **options: Any) -> None:
-        plain_init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        plain_init("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
         return plain_new_group(ranks, timeout, "fake", *args, **options)

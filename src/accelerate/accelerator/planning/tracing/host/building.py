@@ -157,6 +157,7 @@ def _build_transformers_from_configs(library: ModuleType) -> None:
             config, _ = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         options = {} if attention is None else {"attn_implementation": attention}
         dtype = getattr(config, "dtype", None) if dtype == "auto" else dtype
+        config.name_or_path = os.fspath(name) if name else ""
         model = cls._from_config(config, **options).eval()
         model = model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return (model, {key: [] for key in _LOADING_INFO}) if kwargs.get("output_loading_info") else model

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from .building import when_imported
 
 _ABSENT = ("cuda", "xpu", "npu", "hpu", "mps", "mlu", "musa")
 _MOVE_TO_DEVICE = {Tensor.cuda, Tensor.xpu}
@@ -31,6 +34,7 @@ def accept_absent_devices() -> None:
     torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
     torch.cuda.memory_stats = lambda *args, **kwargs: {}
     torch.Generator = _Generator  # type: ignore[misc]
+    when_imported("transformers.training_args", _compute_in_bf16)
     for kind in (torch.amp.autocast_mode.autocast, torch.amp.GradScaler):
         _map_first_argument(kind)
 
@@ -59,6 +63,11 @@ def present(device: Any, is_device: bool = False) -> Any:
     if is_device and isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     return device
+
+
+def _compute_in_bf16(library: ModuleType) -> None:
+    """Make `TrainingArguments(bf16=True)` find a device that computes in bf16."""
+    library.is_torch_bf16_gpu_available = lambda: True
 
 
 class _Generator(torch.Generator):
