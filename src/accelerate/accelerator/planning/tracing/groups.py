@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import HashStore, _resolve_process_group
 
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _NAMES = {
@@ -48,7 +48,7 @@ def open_groups_without_connections(rank: int, world_size: int) -> None:
     plain_init, plain_new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, **options: Any) -> None:
-        plain_init("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+        plain_init("fake", store=HashStore(), rank=rank, world_size=world_size)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
         return plain_new_group(ranks, timeout, "fake", *args, **options)

@@ -42,6 +42,7 @@ class Building(TorchDispatchMode):
             return plain_new(cls, building.without_data(data) if type(data) is Tensor else data, requires_grad)
 
         nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
         nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
         self._replace_load()
         when_imported("transformers.modeling_utils", _build_transformers_from_configs)

@@ -67,7 +67,7 @@ def present(device: Any, is_device: bool = False) -> Any:
 
 def _compute_in_bf16(library: ModuleType) -> None:
     """Make `TrainingArguments(bf16=True)` find a device that computes in bf16."""
-    library.is_torch_bf16_gpu_available = lambda: True
+    library.is_torch_bf16_gpu_available = lambda: True  # type: ignore[attr-defined]
 
 
 class _Generator(torch.Generator):

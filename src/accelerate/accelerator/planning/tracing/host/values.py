@@ -7,10 +7,9 @@ script chooses elements or asks for a number, the answer is then the real one.
 
 from __future__ import annotations
 
-import math
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,12 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .answers import ANSWERS, WORDS
+
 _aten = torch.ops.aten
 _LIBRARIES = (str(Path(__file__).parents[4]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _LARGEST_KNOWN = 1 << 20
 """Elements of a tensor whose numbers are kept; computing with larger ones would take time."""
 _LARGEST_KNOWN_MADE = 1 << 12
 """Elements of floats that a step makes of nothing, such as zeros."""
+_PATIENCE = 1000
+"""How often a line gets the same answer; a loop that waits for another ends then."""
 _WITHOUT_NUMBERS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
@@ -49,30 +52,40 @@ class Values:
 
     def __init__(self, guesses: list[str]) -> None:
         self._guesses = guesses
-        self._default: int | None = None
+        self._default = 1
+        self._times: dict[str, int] = {}
         self._known: Any = WeakTensorKeyDictionary()
         self._assumed: Any = WeakTensorKeyDictionary()
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Return a number or a shape for what depends on data; NotImplemented for everything else."""
-        if function not in _ANSWERS or not isinstance(args[0], Tensor):
+        if function not in ANSWERS or not isinstance(args[0], Tensor):
             return NotImplemented
-        if not isinstance(args[0], FakeTensor) and not any(isinstance(a, FakeTensor) for a in tree_leaves(args)):
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
             return _computed(function, args, kwargs)
-        if isinstance(args[0], FakeTensor) and args[0].constant is not None:
+        if getattr(args[0], "constant", None) is not None:
             return NotImplemented
         if function is _aten._pin_memory.default:
             return args[0]
-        if function is _aten.index.Tensor and not any(i is not None and i.dtype is torch.bool for i in args[1]):
+        if function is _aten.index.Tensor and not _has_masks(args[1]):
             return NotImplemented
         known = self._numbers((args, kwargs))
         if known is not None:
             return self._without_data(_computed(function, *known), args[0])
-        if self._default is None:
-            self._note(_WORDS.get(function, function._overloadpacket.__name__))
+        return self._guess(function, args, kwargs)
+
+    def _guess(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function is _aten.masked_select.default and args[0].shape == args[1].shape:
+            function, args = _aten.index.Tensor, (args[0], [args[1]])
+        if function is _aten.index.Tensor:
+            args = args[0], self._positions(args[1])
+            if not _has_masks(args[1]):
+                return function(*args)
+        times = self._note(WORDS.get(function, function._overloadpacket.__name__)) if self._default else 0
         if function is _aten._local_scalar_dense.default:
-            return _number(args[0].dtype, self._assumed.get(args[0], 1 if self._default is None else self._default))
-        answer = _ANSWERS[function]
+            number = self._assumed.get(args[0], self._default)
+            return _number(args[0].dtype, number if times < _PATIENCE else 1 - number)
+        answer = ANSWERS[function]
         assert answer is not None
         return answer(*args, **kwargs)
 
@@ -93,12 +106,7 @@ class Values:
 
     def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember results that are known without data."""
-        if function.namespace != "aten":  # a collective may have written other ranks' numbers
-            for tensor in tree_leaves(args):
-                if isinstance(tensor, FakeTensor):
-                    self._known.pop(tensor, None)
-            return
-        if function in _WITHOUT_NUMBERS:
+        if function in _WITHOUT_NUMBERS or function.namespace != "aten":
             return
         if function._schema.is_mutable:
             self._learn_change(function, args, kwargs)
@@ -108,17 +116,13 @@ class Values:
             self._assume(function, first, result)
             return
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        if not outputs or max(output.numel() for output in outputs) > _LARGEST_KNOWN:
-            return
-        if first is None and outputs[0].is_floating_point() and outputs[0].numel() > _LARGEST_KNOWN_MADE:
+        if not outputs or not all(_is_worth_knowing(output, first is None) for output in outputs):
             return
         known = self._numbers((args, kwargs))
-        if known is None or outputs[0].device.type == "meta":
-            return
-        computed = tree_leaves(_computed(function, *known))
-        for output, numbers in zip(tree_leaves(result), computed, strict=True):
-            if isinstance(output, FakeTensor):
-                self._known[output] = numbers
+        if known is not None:
+            for output, numbers in zip(tree_leaves(result), tree_leaves(_computed(function, *known)), strict=True):
+                if isinstance(output, FakeTensor):
+                    self._known[output] = numbers
 
     def read_by_python(self) -> None:
         """Let Python format tensors without data, and convert them to lists and arrays."""
@@ -147,10 +151,10 @@ class Values:
         known: Tensor | None = self._known.get(tensor)
         if known is not None:
             return known
-        if self._default is None:
+        if self._default:
             self._note(what)
         with unset_fake_temporarily():
-            return torch.full(tensor.shape, 1 if self._default is None else self._default, dtype=tensor.dtype)
+            return torch.full(tensor.shape, self._default, dtype=tensor.dtype)
 
     def _learn_change(self, function: Any, args: Any, kwargs: Any) -> None:
         """Change the numbers of a tensor that is changed in place, or forget them."""
@@ -190,6 +194,17 @@ class Values:
         found = tree_map(numbers, arguments)
         return None if unknown else found
 
+    def _positions(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Return indices with known masks replaced by the positions of what they choose."""
+        positions: list[Tensor | None] = []
+        for index in indices:
+            known = None if index is None or index.dtype is not torch.bool else self._numbers(index)
+            if known is None:
+                positions.append(index)
+            else:
+                positions += [self._without_data(part, index) for part in _computed(_aten.nonzero_numpy, (known,), {})]
+        return positions
+
     def _without_data(self, result: Any, like: Any) -> Any:
         def hide(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -201,12 +216,15 @@ class Values:
 
         return tree_map(hide, result) if isinstance(like, FakeTensor) else result
 
-    def _note(self, words: str) -> None:
+    def _note(self, words: str) -> int:
+        """Write down that a line asked, and return how often it did before."""
         frame = user_frame()
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a library"
         what = f"{where} {words}"
         if what not in self._guesses:
             self._guesses.append(what)
+        self._times[what] = times = self._times.get(what, -1) + 1
+        return times
 
 
 def user_frame() -> FrameType | None:
@@ -219,6 +237,15 @@ def user_frame() -> FrameType | None:
     return frame
 
 
+def _is_worth_knowing(tensor: Tensor, is_made: bool) -> bool:
+    largest = _LARGEST_KNOWN_MADE if is_made and tensor.is_floating_point() else _LARGEST_KNOWN
+    return tensor.device.type != "meta" and tensor.numel() <= largest
+
+
+def _has_masks(indices: Any) -> bool:
+    return any(index is not None and index.dtype is torch.bool for index in indices)
+
+
 def _computed(function: Any, args: Any, kwargs: Any) -> Any:
     with unset_fake_temporarily(), torch.no_grad():
         return function(*args, **kwargs)
@@ -228,62 +255,3 @@ def _number(dtype: torch.dtype, known: int) -> Any:
     if dtype is torch.bool:
         return bool(known)
     return float(known) if dtype.is_floating_point else int(known)
-
-
-def _nonzero(tensor: Tensor) -> Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
-
-
-def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty((math.prod(np.broadcast_shapes(tensor.shape, mask.shape)),))
-
-
-def _unique(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    counts = tensor.new_empty((tensor.numel(),), dtype=torch.int64)
-    return tensor.new_empty((tensor.numel(),)), tensor.new_empty(tensor.shape, dtype=torch.int64), counts
-
-
-def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    return repeats.new_empty((repeats.numel() if output_size is None else output_size,), dtype=torch.int64)
-
-
-def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    return tensor.new_empty((max(1, minlength),), dtype=torch.int64 if weights is None else weights.dtype)
-
-
-def _index(tensor: Tensor, indices: list[Tensor | None]) -> Any:
-    """Index with masks replaced by the positions of all of their elements."""
-    positions: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            positions += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
-        else:
-            positions.append(index)
-    return _aten.index.Tensor(tensor, positions)
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape
-
-
-_ANSWERS: dict[Any, Callable[..., Any] | None] = {
-    _aten._local_scalar_dense.default: None,
-    _aten._pin_memory.default: None,
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
-    _aten._unique2.default: _unique,
-    _aten.equal.default: _equal,
-    _aten.index.Tensor: _index,
-    _aten.repeat_interleave.Tensor: _repeat_interleave,
-    _aten.bincount.default: _bincount,
-}
-_WORDS = {
-    _aten._local_scalar_dense.default: "asked for a number of a tensor",
-    _aten.index.Tensor: "chose elements by a mask",
-    _aten.nonzero.default: "chose elements by a mask",
-    _aten.masked_select.default: "chose elements by a mask",
-    _aten._unique2.default: "asked for unique elements",
-    _aten.equal.default: "compared two tensors",
-    _aten.repeat_interleave.Tensor: "repeated elements by a tensor of counts",
-    _aten.bincount.default: "counted values of a tensor",
-}
