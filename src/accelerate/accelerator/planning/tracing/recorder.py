@@ -23,6 +23,7 @@ from ..trace import (
     SETUP,
     TEMPORARIES,
     UPDATE,
+    WEIGHTS,
     Allocation,
     Collective,
     Operation,
@@ -266,10 +267,11 @@ class Recorder(TorchDispatchMode):
     def _bring_to_device(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
             known = self._live.get(tensor.untyped_storage()._cdata)
+            owner = WEIGHTS if isinstance(tensor, torch.nn.Parameter) else ACTIVATIONS  # of a model that is only used
             if known is None:
-                self._see(tensor, ACTIVATIONS)
+                self._see(tensor, owner)
             elif known[0].owner == _HOST:
-                known[0].owner = ACTIVATIONS
+                known[0].owner = owner
 
 
 def _is_causal(function: Any, args: Any, kwargs: Any) -> bool:

@@ -18,7 +18,6 @@ from ....runtime.group.runtime import Runtime
 from ... import Accelerator
 from ..trace import (
     ACTIVATIONS,
-    BACKWARD,
     COMMUNICATION,
     FORWARD,
     GRADIENTS,
@@ -243,7 +242,7 @@ class Script:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self._recorder.claim(value, OPTIMIZER, self._module_of.get(param, ""))
-        if self._recorder.phase not in (UPDATE, BACKWARD):
+        if not self._passes:
             return  # a second optimizer of the same step
         samples, tokens = self.batches.take()
         if self._trace.stages > 1:

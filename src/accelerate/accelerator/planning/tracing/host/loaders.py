@@ -77,7 +77,7 @@ def _resized(batch: Any, samples: int | None) -> Any:
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != rows:
             return leaf
-        return leaf.new_empty((samples, *leaf.shape[1:]))
+        return leaf[torch.arange(samples) % rows]
 
     return tree_map(resized, batch)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -52,7 +52,7 @@ class Values:
 
     def __init__(self, guesses: list[str]) -> None:
         self._guesses = guesses
-        self._default = 1
+        self._default: int | None = None
         self._times: dict[str, int] = {}
         self._known: Any = WeakTensorKeyDictionary()
         self._assumed: Any = WeakTensorKeyDictionary()
@@ -81,9 +81,9 @@ class Values:
             args = args[0], self._positions(args[1])
             if not _has_masks(args[1]):
                 return function(*args)
-        times = self._note(WORDS.get(function, function._overloadpacket.__name__)) if self._default else 0
+        times = self._note(WORDS.get(function, function._overloadpacket.__name__)) if self._default is None else 0
         if function is _aten._local_scalar_dense.default:
-            number = self._assumed.get(args[0], self._default)
+            number = self._assumed.get(args[0], 1 if self._default is None else self._default)
             return _number(args[0].dtype, number if times < _PATIENCE else 1 - number)
         answer = ANSWERS[function]
         assert answer is not None
@@ -106,7 +106,10 @@ class Values:
 
     def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember results that are known without data."""
-        if function in _WITHOUT_NUMBERS or function.namespace != "aten":
+        if function.namespace != "aten":  # a collective may have written other ranks' numbers
+            self._forget(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
+            return
+        if function in _WITHOUT_NUMBERS:
             return
         if function._schema.is_mutable:
             self._learn_change(function, args, kwargs)
@@ -151,10 +154,10 @@ class Values:
         known: Tensor | None = self._known.get(tensor)
         if known is not None:
             return known
-        if self._default:
+        if self._default is None:
             self._note(what)
         with unset_fake_temporarily():
-            return torch.full(tensor.shape, self._default, dtype=tensor.dtype)
+            return torch.full(tensor.shape, 1 if self._default is None else self._default, dtype=tensor.dtype)
 
     def _learn_change(self, function: Any, args: Any, kwargs: Any) -> None:
         """Change the numbers of a tensor that is changed in place, or forget them."""
@@ -165,8 +168,12 @@ class Values:
         if known is not None:
             _computed(function, *known)
             return
-        storage = changed.untyped_storage()._cdata
-        for tensor in [t for t in self._known if t.untyped_storage()._cdata == storage]:
+        self._forget([changed])
+
+    def _forget(self, changed: Iterable[FakeTensor]) -> None:
+        """Forget the numbers of tensors, and of all others in the same memory."""
+        storages = {tensor.untyped_storage()._cdata for tensor in changed if tensor in self._known}
+        for tensor in [t for t in self._known if t.untyped_storage()._cdata in storages] if storages else ():
             del self._known[tensor]
 
     def _assume(self, function: Any, first: Tensor, result: Any) -> None:
