@@ -118,8 +118,12 @@ class Values:
         if isinstance(first, FakeTensor) and first not in self._known:
             self._assume(function, first, result)
             return
+        self._learn_result(function, args, kwargs, result, first is None)
+
+    def _learn_result(self, function: Any, args: Any, kwargs: Any, result: Any, is_made: bool) -> None:
+        """Compute a result whose inputs are all known."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        if not outputs or not all(_is_worth_knowing(output, first is None) for output in outputs):
+        if not outputs or not all(_is_worth_knowing(output, is_made) for output in outputs):
             return
         known = self._numbers((args, kwargs))
         if known is not None:
