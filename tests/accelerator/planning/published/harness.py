@@ -11,21 +11,19 @@ that a change of the computation of memory or time is judged without tracing aga
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from accelerate.accelerator.planning.memory.fit import Fit, fit_of, libraries_of
+from accelerate.accelerator.planning.memory.fit import Fit
 from accelerate.accelerator.planning.memory.peak import Memory
-from accelerate.accelerator.planning.plan import Depths, Part, plan_run
+from accelerate.accelerator.planning.plan import Part, plan_run
 from accelerate.accelerator.planning.timing.devices import DEVICES, load
-from accelerate.accelerator.planning.timing.rates import rates
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Step, Trace, read_trace
+from accelerate.accelerator.planning.trace import Trace, read_trace
 from accelerate.commands.models.plan import plan_parser
 from accelerate.commands.models.traces import Traces
 
@@ -35,26 +33,23 @@ from .script.options import Options
 
 SCRIPT = Path(__file__).parent / "script" / "train.py"
 OLDER_KERNELS = Path(__file__).parent / "kernels_2023.yaml"
-PASSES = 2
-"""Backward passes of a step that are traced: one without reduction of gradients, and the last."""
 
 
 @dataclass
 class CaseTraces:
-    """The traces of one case, with as few backward passes as show what a step does."""
+    """The traces of one case."""
 
     case: Case
     folder: Path
 
     @property
     def options(self) -> Options:
-        """The case's options, with the passes that are traced; the planner itself shortens a pipeline's step."""
+        """The arguments of the training script."""
         assert self.case.options is not None
-        options = self.case.options
-        return options if options.pp > 1 else replace(options, accumulation=min(options.accumulation, PASSES))
+        return self.case.options
 
     def get(self, parts: Sequence[Part]) -> list[Trace]:
-        """Return traces."""
+        """Return traces. All operations of a run that was compiled count as compiled, also hand-fused ones."""
         missing = [part for part in dict.fromkeys(parts) if not self._file(part).exists()]
         if missing:
             self._trace(missing)
@@ -63,10 +58,6 @@ class CaseTraces:
             for operation in trace.operations:
                 operation.compiled = self.case.compiled
         return traces
-
-    def first_pass(self, parts: Sequence[Part]) -> list[Trace]:
-        """Return the same traces with a last step that ends after its first backward pass."""
-        return [_until_second_pass(trace) for trace in self.get(parts)]
 
     def _trace(self, parts: list[Part]) -> None:
         command = ["--gpus", self.case.cluster, str(SCRIPT), "--options", self.options.to_json()]
@@ -93,23 +84,6 @@ def _script_text() -> str:
     return "".join(path.read_text(encoding="utf-8") for path in sorted(SCRIPT.parent.glob("*.py")))
 
 
-def _until_second_pass(trace: Trace) -> Trace:
-    step = trace.steps[-1]
-    inside = [operation for operation in trace.operations if step.began <= operation.tick < step.ended]
-    first_backward = next(operation.tick for operation in inside if operation.phase == BACKWARD)
-    end = next(
-        operation.tick
-        for operation in inside
-        if operation.tick > first_backward and operation.phase == FORWARD and not operation.recomputed
-    )
-    shortened = copy.copy(trace)
-    shortened.steps = [
-        *trace.steps[:-1],
-        Step(step.began, end, step.samples // step.passes, step.tokens // step.passes, 1),
-    ]
-    return shortened
-
-
 @dataclass(frozen=True)
 class Planned:
     """What a plan says of a case."""
@@ -122,27 +96,12 @@ class Planned:
 
 
 def plan_case(case: Case, folder: Path, *, older_kernels: bool = True) -> Planned:
-    """Plan a case: a pipeline by all of its stages, anything else by its first rank."""
-    traces = CaseTraces(case, folder)
+    """Plan a case."""
     is_older = older_kernels and case.source == "llm-foundry"
     cluster = load(OLDER_KERNELS if is_older else DEVICES).cluster(case.cluster)
-    if traces.options.pp > 1:
-        plan = plan_run(traces.get, SCRIPT.name, cluster, case.cluster)
-        assert plan.rates is not None
-        return Planned(plan.largest.memory, plan.rates.tokens_per_second_and_device, plan.fits[0])
-    depths = Depths.of_rank(traces.get, 0)
-    memory, device = depths.memory(), cluster.device
-    libraries = libraries_of(device.context, len({collective.axis for collective in depths.larger.collectives}))
-    fit = fit_of(memory, device.name, device.memory + device.context, libraries)
-    whole = rates(depths.timing(cluster), depths.larger, cluster)
-    assert case.options is not None
-    more = case.options.accumulation - traces.options.accumulation
-    tokens, seconds = whole.tokens_per_second * whole.seconds, whole.seconds
-    if more:
-        first = Depths.of_rank(traces.first_pass, 0)
-        one = rates(first.timing(cluster), first.larger, cluster)
-        tokens, seconds = tokens + more * one.tokens_per_second * one.seconds, seconds + more * one.seconds
-    return Planned(memory, tokens / seconds / cluster.size, fit)
+    plan = plan_run(CaseTraces(case, folder).get, SCRIPT.name, cluster, case.cluster, brief=True)
+    assert plan.rates is not None
+    return Planned(plan.largest.memory, plan.rates.tokens_per_second_and_device, plan.fits[0])
 
 
 def outcome_of(case: Case, folder: Path) -> Outcome:

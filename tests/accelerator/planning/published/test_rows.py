@@ -33,7 +33,7 @@ def test_about_half_of_the_rows_of_every_source_are_held_out() -> None:
     expressed = [case for case in read_cases() if case.options is not None]
     for source in {case.source for case in expressed}:
         held_out = [case.held_out for case in expressed if case.source == source]
-        assert 0.3 < sum(held_out) / len(held_out) < 0.7, source
+        assert 0.25 < sum(held_out) / len(held_out) < 0.75, source
 
 
 def test_models_have_as_many_parameters_as_their_sources_say() -> None:
