@@ -137,8 +137,8 @@ def test_memory_is_estimated_as_the_model_uses_it(tmp_path: Path) -> None:
     assert single["largest_layer"] >= found["one_layer"]
     assert quarter["inference"]["weights"] < half["inference"]["weights"] < single["inference"]["weights"]
     assert single["left_out"] is None
-    assert single["training"]["activations"] == pytest.approx(found["kept"], rel=0.1)
-    assert 0 < half["training"]["activations"] < single["training"]["activations"]
+    assert single["training"]["most_activations"] == pytest.approx(found["kept"], rel=0.1)
+    assert 0 < half["training"]["most_activations"] < single["training"]["most_activations"]
 
 
 def test_a_llama_trains_on_parts_of_sequences_by_the_documented_recipe(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accelerate import init_empty_weights
 from accelerate.checkpoint.formats.model_files import save_model_files
 from accelerate.errors import UnsupportedSettingError
-from accelerate.inference.estimating.estimate import estimate
+from accelerate.inference.estimating.sizes import Sizes
 from accelerate.inference.quantized import layers_to_convert, quantized_model_size
 from accelerate.utils import BnbQuantizationConfig, CustomDtype, has_4bit_bnb_layers, load_and_quantize_model
 from accelerate.utils.bnb import (
@@ -133,11 +133,11 @@ def test_weights_shrink_to_the_expected_part(name: str, bits: int) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_estimate_is_exact(name: str, dtype: str, tied: bool) -> None:
     real = load_and_quantize_model(model(tied=tied), config(name, torch_dtype="fp16"))
-    assert estimate(model(tied=tied), dtype).inference.weights == quantized_model_size(real)
+    assert Sizes(model(tied=tied), dtype).total() == quantized_model_size(real)
     if dtype == "int8":  # bitsandbytes packs 4-bit weights anew when they first compute on a CPU
         with torch.no_grad():
             real(TEXT)
-        assert estimate(model(tied=tied), dtype).inference.weights == quantized_model_size(real)
+        assert Sizes(model(tied=tied), dtype).total() == quantized_model_size(real)
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4", "torchao"])

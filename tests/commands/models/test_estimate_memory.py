@@ -74,7 +74,7 @@ def as_data(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]
 
 def test_a_model_of_ones_own_is_told_in_tables(folder: Path) -> None:
     words = ["--model", "mine:make", "--inputs", "mine:inputs", "--loss", "mine:loss"]
-    words += ["--batch_size", "2", "--sequence-length", "16"]
+    words += ["--batch_size", "64", "--sequence-length", "16"]
     ran = run_accelerate("estimate-memory", *words, directory=folder)
     assert ran.code == 0, ran.complaints
     assert f"mine:make: Model with {PARAMETERS:,} parameters" in ran.printed
@@ -86,7 +86,8 @@ def test_a_model_of_ones_own_is_told_in_tables(folder: Path) -> None:
     assert f"{(8 * PARAMETERS + 4 * 19) / 1000:.2f} KB" in training
     assert "16-bit copies" in training
     assert "not known" not in ran.printed
-    assert "The batch has 2 samples; " in ran.printed
+    assert "The batch has 64 samples. Activations take at most " in ran.printed
+    assert "The total is the peak" in ran.printed
     assert "mixed precision" in ran.printed
     assert max(map(len, ran.printed.splitlines())) <= 120
 
@@ -106,15 +107,18 @@ def test_the_same_as_data_and_sharded(folder: Path, as_data: Callable[..., dict[
     (found,) = data["estimates"]
     training = found["training"]
     assert (training["stored_in"], training["computed_in"]) == ("float32", "bfloat16")
-    assert training["weights"] == training["gradients"] == 2 * PARAMETERS  # every dimension here is even
-    parts = ("weights", "gradients", "optimizer", "activations", "copies", "communication")
+    assert training["weights"] == 2 * PARAMETERS  # every dimension here is even
+    assert training["optimizer"] == 4 * PARAMETERS + 4 * 19
+    assert training["peak_in"] in ("forward", "backward", "update")
+    assert training["most_activations"] >= training["activations"] > 0
+    parts = ("weights", "gradients", "optimizer", "activations", "copies", "communication", "temporaries")
     assert training["total"] == sum(training[part] for part in parts)
     assert found["inference"]["total"] > found["inference"]["weights"] == PARAMETERS
     text = run_accelerate("estimate-memory", *words, directory=folder).printed
     assert "on 2 processes, sharded" in text
     assert "Training with Adam per process" in text
     kept = as_data(*words, "--no_reshard_after_forward")["estimates"][0]["training"]
-    assert kept["communication"] > training["communication"]
+    assert kept["total"] > training["total"]
     pure = as_data(*words, "--pure_precision")["estimates"][0]["training"]
     assert pure["weights"] == PARAMETERS
 

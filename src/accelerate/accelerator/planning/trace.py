@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-ACTIVATIONS, GATHERED, COMMUNICATION, TEMPORARIES = "activations", "gathered", "communication", "temporaries"
-OWNERS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED, COMMUNICATION, TEMPORARIES)
-"""What memory is used for. `gathered` are parameters that a sharded module has together for a moment, `communication`
-buffers that collectives send from and receive into."""
+ACTIVATIONS, COPIES, GATHERED = "activations", "copies", "gathered"
+COMMUNICATION, TEMPORARIES = "communication", "temporaries"
+OWNERS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, GATHERED, COMMUNICATION, TEMPORARIES)
+"""What memory is used for. `copies` are weights that autocast has cast and the backward pass needs, `gathered`
+parameters that a sharded module has together for a moment, `communication` buffers that collectives send from and
+receive into."""
 
 SETUP, FORWARD, BACKWARD, UPDATE = "setup", "forward", "backward", "update"
 """Phases: before the first step, the two passes, and everything from the end of the last backward pass to the end of

@@ -12,7 +12,8 @@ from ...config.launch.parser import verb_parser
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...inference.estimating.estimate import Batch, Estimate, Spread
+    from ...accelerator.estimating.estimate import Estimate, Spread
+    from ...inference.estimating.batches import Batch
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
@@ -83,11 +84,12 @@ def add_parser(verbs: Any) -> None:
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Estimate, and print tables or JSON."""
+    from ...accelerator.estimating.program import NotTracedError
     from ...inference.estimating.definitions import DefinitionError
 
     try:
         model, estimates = _estimates(args)
-    except DefinitionError as error:
+    except (DefinitionError, NotTracedError) as error:
         raise SystemExit(f"accelerate estimate-memory: {error}") from error
     if args.json:
         print(json.dumps(_as_data(args, model, estimates), indent=2))
@@ -98,13 +100,13 @@ def estimate_command(args: argparse.Namespace) -> None:
 def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
     from dataclasses import replace
 
+    from ...accelerator.estimating.estimate import estimate
     from ...inference.estimating.definitions import (
         DefinitionError,
         create_empty_model,
         load_function,
         model_from_function,
     )
-    from ...inference.estimating.estimate import estimate
 
     if (args.model_name is None) == (args.model is None):
         raise DefinitionError("name one model: a folder or a name on the hub, or --model module:callable.")
@@ -143,7 +145,7 @@ def _as_given(batch: Batch) -> Any:
 
 
 def _spread(args: argparse.Namespace) -> Spread:
-    from ...inference.estimating.estimate import Spread
+    from ...accelerator.estimating.estimate import Spread
 
     return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
 
@@ -205,20 +207,21 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
     talks = args.num_processes > 1
     headers = ["dtype", "weights", "gradients", "optimizer", "activations"]
     headers += ["16-bit copies"] if copies else []
-    headers += [("gathered" if args.fsdp else "DDP buckets")] if talks else []
+    headers += ["gathered" if args.fsdp else "DDP buckets"] if talks else []
     rows = []
     for found, part in trained:
         row = [found.dtype, *map(_size, (part.weights, part.gradients, part.optimizer, part.activations))]
         row += [_size(part.copies)] if copies else []
         row += [_size(part.communication)] if talks else []
-        rows.append([*row, _size(part.total)])
-    return [*headers, "total"], rows
+        rows.append([*row, _size(part.temporaries), _size(part.total), part.peak_in])
+    return [*headers, "temporaries", "total", "peak in"], rows
 
 
 def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
     name = estimates[0].largest_layer_name or type(model).__name__
     return [
         *_activation_notes(args, estimates),
+        *_guess_notes(estimates),
         *_mixed_precision_notes(estimates),
         *_quantization_notes(args, model, estimates),
         f"The largest layer is {name}. 1 GB is 10^9 bytes.",
@@ -232,12 +235,22 @@ def _activation_notes(args: argparse.Namespace, estimates: list[Estimate]) -> li
             reasons.setdefault(found.left_out, []).append(found.dtype)
     if not reasons:
         samples = f"{args.batch_size} sample{'s' * (args.batch_size > 1)}{' per process' * (args.num_processes > 1)}"
-        return [f"The batch has {samples}; what autograd keeps of it was measured, without numbers."]
+        kept = [(f.training.most_activations, f.dtype) for f in estimates if f.training is not None]
+        most = " and ".join(f"{_size(size)} in {dtype}" for size, dtype in kept)
+        return [
+            f"The batch has {samples}.{f' Activations take at most {most}.' if kept else ''}",
+            "The total is the peak, not a sum of upper bounds, and the parts are those at that moment.",
+        ]
     notes = []
     for reason, dtypes in reasons.items():
         which = "The totals" if len(dtypes) == len(estimates) else f"The totals of {' and '.join(dtypes)}"
         notes.append(f"{which} are without activations: {reason}.")
     return notes
+
+
+def _guess_notes(estimates: list[Estimate]) -> list[str]:
+    guesses = dict.fromkeys(guess for found in estimates for guess in found.guesses)
+    return [f"{guess}, and got one that stands for it." for guess in guesses]
 
 
 def _mixed_precision_notes(estimates: list[Estimate]) -> list[str]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..empty import init_empty_weights
 from ..tensors import META
-from .estimate import Batch
+from .batches import Batch
 
 CONFIG = "config.json"
 LIBRARIES = ("timm", "transformers")

@@ -30,7 +30,7 @@ class World:
     variables: Mapping[str, str]
     folder: Path
     """For the output of each rank: `rank_N.log`."""
-    before: Callable[[], None]
+    before: Callable[[], object]
     """Called on every rank before the script."""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..trace import (
     ACTIVATIONS,
     COMMUNICATION,
+    COPIES,
     FORWARD,
     GATHERED,
     GRADIENTS,
@@ -31,6 +32,7 @@ from .peak import Memory
 from .sweep import peaks_by_place, places_of, sweep
 
 _STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
+_KEPT = (ACTIVATIONS, COPIES)
 _WORK = (ACTIVATIONS, TEMPORARIES)
 _SHARDED = "dp_shard"
 RECOMPUTE = "recompute blocks"
@@ -129,8 +131,8 @@ def _in_blocks(trace: Trace) -> Flags:
 
 def _recomputed(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     """Blocks keep their output. The rest is there again when the backward pass begins to free it."""
-    made = _owned(lives, *_WORK)
-    kept = _owned(lives, ACTIVATIONS).tolist()
+    made = _owned(lives, *_WORK, COPIES)
+    kept = _owned(lives, *_KEPT).tolist()
     number = lives.passes.at(lives.born).tolist()
     groups: dict[tuple[int, str], list[int]] = {}
     for index in np.flatnonzero(made).tolist():
@@ -196,7 +198,7 @@ def _split_layers(trace: Trace, lives: Lifetimes) -> Lifetimes | None:
     recomputed = _recomputed(trace, lives)
     if recomputed is None or _halved_axis(trace) is None:
         return None
-    work = _in_blocks(trace) & _owned(lives, *_WORK) & ~_outputs(lives, recomputed)
+    work = _in_blocks(trace) & _owned(lives, *_WORK, COPIES) & ~_outputs(lives, recomputed)
     return _scaled(lives, work | _owned(lives, GATHERED, *_state_of_replicas(trace)), 0.5)
 
 

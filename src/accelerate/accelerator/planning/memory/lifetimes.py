@@ -16,11 +16,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..trace import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, OWNERS, TEMPORARIES, Trace
+from ..trace import ACTIVATIONS, BACKWARD, COPIES, FORWARD, GRADIENTS, OWNERS, TEMPORARIES, Trace
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-_KEPT, _SHORT, _GRADIENTS = (OWNERS.index(owner) for owner in (ACTIVATIONS, TEMPORARIES, GRADIENTS))
+_KEPT, _SHORT, _GRADIENTS, _COPIES = map(OWNERS.index, (ACTIVATIONS, TEMPORARIES, GRADIENTS, COPIES))
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -76,7 +76,8 @@ def lifetimes_of(trace: Trace) -> Lifetimes:
     backward = np.fromiter((a.phase == BACKWARD for a in allocations), np.bool_, count)
     longer = passes.at(freed - 1) > passes.at(born)
     by_life = np.where(forward & longer, _KEPT, np.where(backward & longer, _GRADIENTS, _SHORT))
-    owner = np.where((owner == _KEPT) | (owner == _SHORT), by_life, owner)
+    by_life = np.where((owner == _COPIES) & (by_life == _KEPT), _COPIES, by_life)
+    owner = np.where((owner == _KEPT) | (owner == _SHORT) | (owner == _COPIES), by_life, owner)
     return Lifetimes(np.fromiter((a.size for a in allocations), np.int64, count), born, freed, owner, passes)
 
 

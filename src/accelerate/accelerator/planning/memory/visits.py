@@ -10,7 +10,10 @@ from .lifetimes import block_of
 
 
 class CannotExpandError(ValueError):
-    """The passes of a trace do not visit its blocks one after the other."""
+    """Report a trace whose passes do not visit its blocks one after the other.
+
+    Nothing is to be done: memory is then extrapolated from the traces of two depths.
+    """
 
 
 @dataclass

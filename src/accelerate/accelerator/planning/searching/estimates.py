@@ -16,7 +16,18 @@ from ..timing.collectives import collective_seconds
 from ..timing.devices import Cluster
 from ..timing.roofline import LATENCY
 from ..timing.step import Timing
-from ..trace import ACTIVATIONS, COMMUNICATION, FORWARD, GRADIENTS, OPTIMIZER, TEMPORARIES, WEIGHTS, Collective, Trace
+from ..trace import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    COPIES,
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARIES,
+    WEIGHTS,
+    Collective,
+    Trace,
+)
 from .choices import Choice, first_group
 
 _COMPUTED_AGAIN = 4 / 3
@@ -52,8 +63,8 @@ class Estimates:
             saved = self.recompute_saves / max(1.0, owned.get(ACTIVATIONS, 0.0)) or 1 - _KEPT_BY_RECOMPUTE
             kept *= max(_KEPT_BY_RECOMPUTE, 1 - saved)
         work = self._share(choice) * owned.get(TEMPORARIES, 0.0)
-        buffers = owned.get(COMMUNICATION, 0.0)
-        if self.base.is_replicated:  # the buckets of DDP, as large as the gradients
+        buffers = owned.get(COMMUNICATION, 0.0) + owned.get(COPIES, 0.0)
+        if self.base.is_replicated:  # the buckets of DDP, as large as the gradients, and autocast's copies
             buffers *= choice.is_replicated
         found = self._state(choice) + kept + work + buffers
         if choice.shards > 1 and not choice.reshard:

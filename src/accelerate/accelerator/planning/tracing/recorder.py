@@ -18,6 +18,7 @@ from ..trace import (
     ACTIVATIONS,
     BACKWARD,
     COMMUNICATION,
+    COPIES,
     FORWARD,
     MAIN_STREAM,
     SETUP,
@@ -152,7 +153,7 @@ class Recorder(TorchDispatchMode):
             return result
         self._tick += 1
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
-        owner = self.owner or (COMMUNICATION if inside_collective else self._owner_by_phase())
+        owner = self.owner or (COMMUNICATION if inside_collective else self._owner(function, args))
         outputs = _tensors(result)
         for tensor in outputs:
             self._see(tensor, owner)
@@ -167,9 +168,15 @@ class Recorder(TorchDispatchMode):
             self._note_operation(function, args, kwargs, result, inputs, outputs)
         return result
 
-    def _owner_by_phase(self) -> str:
+    def _owner(self, function: Any, args: Any) -> str:
         phase = self._phase()
-        return OFFLOADED if self.offloads and phase == UPDATE else _OWNER_OF_PHASE.get(phase, TEMPORARIES)
+        if phase == UPDATE and self.offloads:
+            return OFFLOADED
+        if function is _aten._to_copy.default and phase != SETUP and isinstance(args[0], FakeTensor):
+            known = self._live.get(args[0].untyped_storage()._cdata)
+            if known is not None and known[0].owner == WEIGHTS:
+                return COPIES
+        return _OWNER_OF_PHASE.get(phase, TEMPORARIES)
 
     def _phase(self) -> str:
         return BACKWARD if torch._C._current_autograd_node() is not None else self.phase

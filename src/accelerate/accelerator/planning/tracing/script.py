@@ -63,7 +63,7 @@ class Request:
     """Micro-batches of a step, instead of what the script sets. At most two of them are traced."""
 
 
-def trace_script(request: Request) -> None:
+def trace_script(request: Request) -> Script:
     """Make this process trace the script that it is going to run. It ends after the last step."""
     torch.autograd.set_multithreading_enabled(False)
     trace = Trace(
@@ -93,6 +93,7 @@ def trace_script(request: Request) -> None:
     script.watch()
     building.begin()
     recorder.__enter__()
+    return script
 
 
 class Script:
@@ -259,6 +260,10 @@ class Script:
         self._recorder.phase = FORWARD
         if len(self._trace.steps) == self._request.steps:
             self.end()
+
+    def hide_data(self) -> None:
+        """Make all tensors without data from here on, not only from the first `prepare` on."""
+        self._building.end([], self._recorder)
 
     def end(self) -> None:
         """Write the trace and end this process."""

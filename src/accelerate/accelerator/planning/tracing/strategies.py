@@ -6,12 +6,13 @@ blocks only. Of split sequences: no check of positions, which needs numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_params
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_groups
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -38,8 +39,10 @@ def watch_strategies(recorder: Recorder, values: Values) -> None:
     _mute_sharding_propagation(recorder)
     _label(recorder, param_groups, "foreach_all_gather", stream=GATHER_STREAM, owner=COMMUNICATION)
     _label(recorder, param_groups, "foreach_reduce", stream=REDUCE_STREAM, owner=COMMUNICATION)
+    _label(recorder, FSDPParam, "init_all_gather_outputs", owner=GATHERED)
     _label(recorder, FSDPParam, "alloc_all_gather_outputs", owner=GATHERED)
     _label(recorder, FSDPParam, "init_unsharded_param", owner=GATHERED)
+    fsdp_params._chunk_with_empty = _Chunks  # type: ignore[attr-defined, assignment]
     _note_waits(recorder)
     _watch_stages(recorder, values)
     PositionCheck.check = lambda self, model, args, kwargs: None  # type: ignore[method-assign]
@@ -57,6 +60,25 @@ def offload_to_host(recorder: Recorder) -> None:
                 return tensor.clone()
 
     torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc,assignment]
+
+
+class _Chunks(Sequence[Tensor]):
+    """The shards of a parameter, made when one is taken: FSDP takes one of as many as there are ranks."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+        self._rows = -(-tensor.size(dim) // num_chunks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a shard; those behind the last row are empty."""
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        begin = index * self._rows
+        rows = min(self._rows, self._tensor.size(self._dim) - begin)
+        return self._tensor.narrow(self._dim, begin, rows) if rows > 0 else self._tensor.new_empty(0)
 
 
 def _label(recorder: Recorder, place: Any, name: str, **labels: str) -> None:
