@@ -112,7 +112,10 @@ class Cluster:
 
 
 class UnknownDeviceError(ValueError):
-    """No device of this name is known."""
+    """Report a kind of device that is not known.
+
+    Take one of the names that the message lists, or describe the device in a file: `--devices_file`.
+    """
 
 
 @dataclass(frozen=True)
