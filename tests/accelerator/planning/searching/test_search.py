@@ -173,3 +173,10 @@ def test_what_differs_in_replicas_only_waits_for_what_is_new() -> None:
 def test_a_choice_is_described_in_a_few_words() -> None:
     choice = Choice(dp_shard=2, tp=2, batch=4, accumulation=2, recompute=True, reshard=False)
     assert describe(choice) == "dp_shard 2 x tp 2, batch 4 x 2, kept after forward, recompute"
+
+
+def test_where_nothing_can_fit_the_least_of_the_shards_is_traced_for_offloading() -> None:
+    searching, asked = search(lambda choice: planned(40, 1.0, capacity=0.001))
+    searching.run([BASE, KEPT, RECOMPUTED], planned(50, 1.0, capacity=0.001))
+    assert len(asked) == 1
+    assert asked[0].shards > 1

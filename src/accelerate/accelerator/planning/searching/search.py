@@ -89,9 +89,12 @@ class Search:
         own = self.estimates.base
         self.tried.append(Tried(own, base))
         capacity = self.tried[0].fit.available
-        possible = [each for each in choices if self.estimates.least_memory(each) <= capacity and each != own]
+        possible = [each for each in choices if self.estimates.least_memory(each) <= capacity]
         self.report(f"{len(choices)} ways to keep the global batch, {len(choices) - len(possible)} of them cannot fit")
-        waiting, traced = possible, 0
+        waiting, traced = [each for each in possible if each != own], 0
+        if not possible:  # the least of them tells what offloading its state would leave
+            sharded = [each for each in choices if each.shards > 1]
+            waiting = sorted(sharded, key=self.estimates.least_memory)[:1]
         try:
             while traced < self.limit:
                 waiting = [choice for choice in waiting if not self._is_pointless(choice)]
