@@ -305,6 +305,7 @@ def _foundry(row: Row) -> Reading:
         seq=int(row["seq"]),
         precision="mixed-bf16" if "PURE" in row["precision"] else "mixed",
         recompute=row["recompute"],
+        sync_each=True,
         loss="fused",
     )
     return Reading(

@@ -35,6 +35,7 @@ ON_ONE: dict[str, dict[str, Any]] = {
 ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {**LLAMA, "dp_shard": 2, "recompute": "selective", "accumulation": 2},
     "sharded, weights kept": {"dp_shard": 2, "reshard": False, "precision": "mixed-bf16", "recompute": "full"},
+    "reduced every time": {"dp_shard": 2, "accumulation": 2, "sync_each": True},
     "copies": {"dp_replicate": 2, "reshard": False},
     "tensor": {**LLAMA, "tp": 2, "fused": True, "precision": "master", "clip": False},
     "tensor, split loss": {**LLAMA, "tp": 2, "fused": True, "precision": "master", "clip": False, "loss": "fused"},

@@ -44,6 +44,9 @@ class Options:
     accumulation: int = 1
     """Backward passes, or micro-batches of a pipeline, in one optimizer step."""
 
+    sync_each: bool = False
+    """Whether gradients are reduced in every backward pass; otherwise in the last one of a step."""
+
     precision: str = "mixed"
     """mixed (fp32 weights, bf16 computation), mixed-bf16 (gradients are reduced in bf16 too), bf16 (all) or master
     (bf16 weights, with fp32 copies and gradients)."""

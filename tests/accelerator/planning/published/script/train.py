@@ -21,7 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, PipelineConfig, TorchTensorParallelConfig
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    PipelineConfig,
+    TorchTensorParallelConfig,
+)
 
 
 def mesh_of(options: Options) -> ParallelismConfig | None:
@@ -57,7 +62,9 @@ def accelerator_for(options: Options) -> Accelerator:
         )
     return Accelerator(
         mixed_precision="bf16" if not shards and options.precision.startswith("mixed") else "no",
-        gradient_accumulation_steps=1 if options.pp > 1 else options.accumulation,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1 if options.pp > 1 else options.accumulation, sync_each_batch=options.sync_each
+        ),
         parallelism_config=mesh,
         fsdp_plugin=plugin,
     )
