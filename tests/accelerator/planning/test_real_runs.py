@@ -58,3 +58,11 @@ def test_few_blocks_stand_for_all_of_them(tmp_path: Path) -> None:
     assert (plan["blocks"], plan["all_blocks"]) == (5, 9)
     real = int((tmp_path / "0").read_text())
     assert plan["ranks"][0]["memory"]["total"] == pytest.approx(real, rel=0.02)
+
+
+def test_experts_that_are_spread_are_refused_by_name() -> None:
+    words = ("plan", "--gpus", "2xA100-80GB", HERE.parents[2] / "examples" / "experts.py")
+    done = warm.run([*ACCELERATE, *map(str, words)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 2
+    assert "ep_size > 1" in done.stderr
+    assert "experts.py:" in done.stderr

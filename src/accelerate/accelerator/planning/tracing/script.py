@@ -162,6 +162,13 @@ class Script:
         self._building.end(models, self._recorder)
         plugin = getattr(accelerator.strategy, "plugin", None)
         self._recorder.offloads = self._request.on_accelerators and bool(getattr(plugin, "offloads", False))
+        parallelism = accelerator.settings.parallelism
+        if parallelism is not None and parallelism.ep_enabled:
+            raise UnsupportedSettingError(
+                "accelerate plan with ep_size > 1",
+                "how many tokens each process gets depends on the numbers of the router.",
+                "Plan the script with ep_size=1: its experts then are sharded, and gathered for each use.",
+            )
         if not self._trace.axes and self._trace.world_size > 1:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)
