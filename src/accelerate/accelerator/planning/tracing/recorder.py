@@ -44,6 +44,7 @@ _NO_KERNEL = {
     _aten.new_empty_strided.default, _aten.detach.default, _aten.alias.default, _aten._unsafe_view.default,
     _aten.lift_fresh.default, torch.ops.prim.device.default,
 }  # fmt: skip
+_ASKS = (torch.ops.prim.device.default, _aten._local_scalar_dense.default)
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 
 
@@ -139,9 +140,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation on tensors without data, and write down what it does on a device."""
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # every operator asks for it
         kwargs = kwargs or {}
+        if function in _ASKS:
+            answer = _told(function, args[0])
+            if answer is not NotImplemented:
+                return answer
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with the local tensors
         answer = self._values.answer(function, args, kwargs)
@@ -279,6 +282,13 @@ class Recorder(TorchDispatchMode):
                 self._see(tensor, owner)
             elif known[0].owner == _HOST:
                 known[0].owner = owner
+
+
+def _told(function: Any, tensor: Any) -> Any:
+    """Return the device of a tensor, for which every operator asks, and numbers that autograd has saved as tensors."""
+    if function is torch.ops.prim.device.default:
+        return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
+    return NotImplemented if isinstance(tensor, Tensor) else tensor
 
 
 def _is_causal(function: Any, args: Any, kwargs: Any) -> bool:
