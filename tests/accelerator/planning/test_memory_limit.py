@@ -16,10 +16,10 @@ GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # version 1, a
 LIMITS = ("memory.limit_in_bytes", "memory.max")
 WORDS = ("--layers", "6", "--batch_size", "64")
 IMPORT = """
-import resource
 import accelerate, torch.distributed.fsdp, torch.distributed.pipelining
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
 """
+"""Pages of files are not counted: the kernel can read them again."""
 
 
 @pytest.fixture
@@ -46,13 +46,16 @@ def limited() -> Iterator[Callable[[int], Callable[[], None]]]:
         folder.rmdir()
 
 
+@pytest.mark.nightly  # five programs start cold
 def test_a_run_fits_as_the_plan_says(tmp_path: Path, limited: Callable[[int], Callable[[], None]]) -> None:
     program = [sys.executable, str(HERE / "program.py"), *WORDS]
     plan = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "plan", "--cpu", "--json", "-", *program[1:]]
     planned = json.loads(subprocess.run(plan, capture_output=True, text=True, check=True).stdout)
     peak = planned["ranks"][0]["memory"]["total"]
-    before = int(subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout)
-    for share, fits in ((1.25, True), (0.75, False)):
+    before = 1024 * int(
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout
+    )
+    for share, fits in ((1.5, True), (0.75, False)):
         join = limited(int(before + share * peak))
         done = subprocess.run(program, preexec_fn=join, capture_output=True, text=True, timeout=300)
         assert (done.returncode == 0) == fits, (share, done.returncode, done.stderr[-500:])
