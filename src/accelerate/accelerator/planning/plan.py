@@ -74,7 +74,7 @@ def plan_run(
         blocks=trace.blocks,
         all_blocks=trace.all_blocks,
         schedule=trace.schedule,
-        microbatches=trace.microbatches,
+        microbatches=trace.all_microbatches,
         guesses=list(dict.fromkeys(guess for depth in depths for guess in depth.larger.guesses)),
     )
     loaders = trace.world_size // _same_samples(trace)

@@ -21,6 +21,7 @@ from ..trace import (
     COMMUNICATION,
     FORWARD,
     GATHERED,
+    SETUP,
     TEMPORARIES,
     WEIGHTS,
     Allocation,
@@ -175,9 +176,10 @@ class _Expansion:
 
     def _outside(self, allocations: Sequence[Allocation]) -> list[Allocation]:
         """Repeat what lists over all parameters have for one block; a region lies between two passes over blocks."""
-        done: list[Allocation] = []
+        done = [self._copied(each, None, 0) for each in allocations if self._is_received(each)]
         per_block = 0
-        for _, region in groupby(allocations, key=lambda each: bisect_right(self._begins, each.born)):
+        others = [each for each in allocations if not self._is_received(each)]
+        for _, region in groupby(others, key=lambda each: bisect_right(self._begins, each.born)):
             members = list(region)
             at_tick: dict[int, list[Allocation]] = {}
             for each in members:
@@ -199,6 +201,10 @@ class _Expansion:
                 if owner == COMMUNICATION and len(repeated) == len(group):
                     done += self._more_buckets(group, per_block)
         return done
+
+    def _is_received(self, allocation: Allocation) -> bool:
+        """Return whether it is a buffer of a stage, one for each micro-batch and not for each block."""
+        return self._trace.stages > 1 and allocation.owner == COMMUNICATION and allocation.phase == SETUP
 
     def _with_repetitions(self, group: list[Allocation]) -> list[Allocation]:
         plain = [self._copied(each, None, 0) for each in group]
