@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import filterfalse, groupby
 
 from ..trace import (
     ACTIVATIONS,
@@ -176,10 +176,10 @@ class _Expansion:
 
     def _outside(self, allocations: Sequence[Allocation]) -> list[Allocation]:
         """Repeat what lists over all parameters have for one block; a region lies between two passes over blocks."""
-        done = [self._copied(each, None, 0) for each in allocations if self._is_received(each)]
-        per_block = 0
-        others = [each for each in allocations if not self._is_received(each)]
-        for _, region in groupby(others, key=lambda each: bisect_right(self._begins, each.born)):
+        done, per_block = self._received(allocations), 0
+        for _, region in groupby(
+            filterfalse(self._is_received, allocations), key=lambda each: bisect_right(self._begins, each.born)
+        ):
             members = list(region)
             at_tick: dict[int, list[Allocation]] = {}
             for each in members:
@@ -201,6 +201,9 @@ class _Expansion:
                 if owner == COMMUNICATION and len(repeated) == len(group):
                     done += self._more_buckets(group, per_block)
         return done
+
+    def _received(self, allocations: Sequence[Allocation]) -> list[Allocation]:
+        return [self._copied(each, None, 0) for each in allocations if self._is_received(each)]
 
     def _is_received(self, allocation: Allocation) -> bool:
         """Return whether it is a buffer of a stage, one for each micro-batch and not for each block."""
