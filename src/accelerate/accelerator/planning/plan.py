@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from .ledger import LedgerRow, extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
@@ -25,7 +25,7 @@ from .timing.depth import extrapolated as extrapolated_timing
 from .timing.devices import Catalogue, Cluster
 from .timing.passes import with_another_pass
 from .timing.pipelines import time_pipeline
-from .timing.rates import Rates, rates
+from .timing.rates import Rates, loaders_of, rates
 from .timing.step import Timing, time_step
 from .trace import Trace
 
@@ -77,7 +77,7 @@ def plan_run(
         microbatches=trace.all_microbatches,
         guesses=list(dict.fromkeys(guess for depth in depths for guess in depth.larger.guesses)),
     )
-    loaders = trace.world_size // _same_samples(trace)
+    loaders = loaders_of(trace)
     plan.samples, plan.tokens = (count * loaders for count in trace.batches_of_step)
     if not brief:
         plan.levers = depths[ranks.index(plan.largest)].levers(plan.largest.memory)
@@ -194,18 +194,9 @@ def _other_ranks(trace: Trace) -> list[int]:
     if stages == 1:
         return [trace.world_size - 1] if trace.world_size > 1 else []
     after = list(trace.axes)[list(trace.axes).index("pp") + 1 :]
-    stride = 1
-    for axis in after:
-        stride *= trace.axes[axis]
+    stride = prod(trace.axes[axis] for axis in after)
     chosen = range(1, stages) if stages <= _ALL_STAGES else (1, stages - 1)
     return [stage * stride for stage in chosen]
-
-
-def _same_samples(trace: Trace) -> int:
-    count = 1
-    for axis in ("tp", "cp", "sp", "pp"):
-        count *= trace.axes.get(axis, 1)
-    return count
 
 
 def _fits(plan: Plan, cluster: Cluster, catalogue: Catalogue | None) -> list[Fit]:

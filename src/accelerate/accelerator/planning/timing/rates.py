@@ -30,7 +30,7 @@ class Rates:
 def rates(timing: Timing, trace: Trace, cluster: Cluster, seconds: float | None = None) -> Rates:
     """Return the rates of a step that takes `seconds`, by default as long as its timing says."""
     seconds = timing.seconds if seconds is None else seconds
-    loaders = trace.world_size // prod(trace.axes.get(axis, 1) for axis in MODEL_AXES)
+    loaders = loaders_of(trace)
     samples, tokens_of_step = trace.batches_of_step
     tokens = tokens_of_step * loaders / seconds if seconds else 0.0
     return Rates(
@@ -42,6 +42,11 @@ def rates(timing: Timing, trace: Trace, cluster: Cluster, seconds: float | None 
         tokens_per_second_and_device=tokens / trace.world_size,
         mfu=utilisation(timing, cluster, seconds),
     )
+
+
+def loaders_of(trace: Trace) -> int:
+    """Return the number of ranks that read different samples."""
+    return trace.world_size // prod(trace.axes.get(axis, 1) for axis in MODEL_AXES)
 
 
 def utilisation(timing: Timing, cluster: Cluster, seconds: float) -> float:

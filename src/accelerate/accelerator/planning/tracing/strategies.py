@@ -114,7 +114,7 @@ def _note_waits(recorder: Recorder) -> None:
 def _watch_stages(recorder: Recorder, values: Values) -> None:
     """Record nothing of a stage before its first block: other stages have computed it."""
     plain_run, plain_receive = stages.StageView._run, stages.StageView._receive
-    plain_train, plain_trace = schedules.Pipeline._run, tracing.MetaModel.trace
+    plain_train = schedules.Pipeline._run
     calls: dict[tuple[Any, Any], int] = {}
 
     def run(self: Any, *args: Any) -> Any:
@@ -142,32 +142,32 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
         calls.clear()
         plain_train(self, *args, **kwargs)
 
-    def trace(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with recorder.muted():
-            return plain_trace(self, *args, **kwargs)
-
     stages.StageView._run, stages.StageView._receive = run, receive  # type: ignore[method-assign, assignment]
     for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._Plan, "_finish")):
         setattr(place, name, numbered(getattr(place, name)))
     schedules.Pipeline._run = train  # type: ignore[method-assign]
     for name in ("_prepare_forward_infra", "_prepare_backward_infra"):  # buffers for every micro-batch
         _label(recorder, PipelineStage, name, owner=COMMUNICATION)
-    tracing.MetaModel.trace = trace  # type: ignore[method-assign]
+    _mute(recorder, tracing.MetaModel, "trace")
     tracing._StageTracer._generator_state = lambda self: b""  # type: ignore[method-assign]
 
 
 def _mute_sharding_propagation(recorder: Recorder) -> None:
     """DTensor runs every operator once on the global shape, to learn the shape of the result. No device does this."""
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
-        plain = getattr(ShardingPropagator, name, None)
-        if plain is None:
-            continue
+        _mute(recorder, ShardingPropagator, name)
 
-        def muted(*args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
-            with recorder.muted():
-                return _plain(*args, **kwargs)
 
-        setattr(ShardingPropagator, name, muted)
+def _mute(recorder: Recorder, place: Any, name: str) -> None:
+    plain: Callable[..., Any] | None = getattr(place, name, None)
+    if plain is None:
+        return
+
+    def muted(*args: Any, **kwargs: Any) -> Any:
+        with recorder.muted():
+            return plain(*args, **kwargs)
+
+    setattr(place, name, muted)
 
 
 def _keep_positions_real() -> None:
