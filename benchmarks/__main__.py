@@ -38,7 +38,10 @@ SUBJECTS = {
     "log": ("ours",),
     "deepspeed": ("ours",),
     "experts": ("ours",),
+    "copies": ("ours",),
+    "replicas": ("ours",),
     "sequences": ("ours",),
+    "survive": ("ours",),
     "watch": ("ours",),
     "xla": ("ours",),
 }

@@ -26,6 +26,8 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "fabric": ("lightning-fabric==2.6.*", "click"),
     "ray": ("ray[train]==2.60.*",),
 }
+ONLY_FOR_KILLS = {"torchft": ("torchft==0.2.*",)}
+"""Who is measured only by `benchmarks.kills`."""
 
 
 def interpreters(names: Sequence[str], venvs: Path = VENVS, base: Path | None = None) -> dict[str, Path]:
@@ -37,7 +39,7 @@ def interpreters(names: Sequence[str], venvs: Path = VENVS, base: Path | None = 
     found = {}
     for name in names:
         python = venvs.absolute() / name / "bin/python"
-        _install(python, CONTENDERS[name], base, sees=packages)
+        _install(python, (CONTENDERS | ONLY_FOR_KILLS)[name], base, sees=packages)
         found[name] = python
     return found
 
@@ -77,7 +79,7 @@ def main() -> None:
     )
     parser.add_argument("--base", type=Path, metavar="PYTHON", help="see this interpreter's packages, not a new torch")
     options = parser.parse_args()
-    unknown = set(options.contenders) - set(CONTENDERS)
+    unknown = set(options.contenders) - set(CONTENDERS | ONLY_FOR_KILLS)
     if unknown:
         parser.error(f"unknown contender {', '.join(sorted(unknown))}: choose from {', '.join(CONTENDERS)}")
     for name, python in interpreters(options.contenders or list(CONTENDERS), options.venvs, options.base).items():

@@ -35,6 +35,7 @@ LONGEST_FIRST = [
         "parallel/test_already_spread.py",
         "test_release.py",
         "launch/machines/test_machines.py",
+        "checkpoint/commit/test_copies.py",
         "tracking/test_resuming.py",
         "launch/processes/test_verdict.py",
         "accelerator/verification/test_faults.py",

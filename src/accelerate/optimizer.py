@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .errors import UnsupportedSettingError
 from .errors.callers import warn
-from .parallel.base import move_optimizer_state, params_of
+from .parallel.base import StepTransaction, move_optimizer_state, params_of
 from .runtime import phases
 from .runtime.collectives.nested import send_to_device
 from .runtime.group.runtime import Runtime
@@ -47,6 +47,7 @@ class AcceleratedOptimizer(Optimizer):
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self.before_first_step: Callable[[Optimizer], None] | None = None
         self.before_step: Callable[[AcceleratedOptimizer], None] | None = None
+        self.transaction: StepTransaction | None = None
         self.steps_taken = 0
         """Number of optimizer steps since the beginning of the run; saved in checkpoints."""
         if scaler is not None:
@@ -109,7 +110,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still accumulating."""
-        if self.gradient_state.sync_gradients:
+        if self.transaction.may_zero_grad() if self.transaction is not None else self.gradient_state.sync_gradients:
             if set_to_none is None:
                 self.optimizer.zero_grad()
             else:
@@ -127,6 +128,9 @@ class AcceleratedOptimizer(Optimizer):
             hook(self.optimizer)
         if self.before_step is not None:
             self.before_step(self)
+        if self.transaction is not None and not self.transaction.may_step():
+            self.steps_taken += 1
+            return None
         if self.scaler is None:
             result: Any = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         else:
@@ -165,6 +169,7 @@ class AcceleratedOptimizer(Optimizer):
         return {name: value for name, value in self.__dict__.items() if name != "gradient_state"} | {
             "before_first_step": None,
             "before_step": None,
+            "transaction": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -59,7 +59,10 @@ def results() -> Results:
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
         ("log", GENEROUS),
+        ("copies", GENEROUS),
+        ("replicas", GENEROUS_FOR_TWO_PROCESSES),
         ("sequences", GENEROUS_FOR_TWO_PROCESSES),
+        ("survive", GENEROUS_FOR_TWO_PROCESSES),
     ],
 )
 def test_a_subject_is_measured(subject: str, bound: float) -> None:

@@ -115,6 +115,10 @@ class Machine:
         """Take the network away."""
         _ip(self._holder.pid, "link set eth0 down")
 
+    def plug_in(self) -> None:
+        """Give the network back."""
+        _ip(self._holder.pid, "link set eth0 up")
+
     def processes(self) -> list[psutil.Process]:
         """Return what runs on this machine, the holder left out."""
         here = os.readlink(f"/proc/{self._holder.pid}/ns/net")

@@ -21,8 +21,8 @@ from accelerate import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accelerate.checkpoint.formats.mapping import is_mapped
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate.runtime.streams.mapping import is_mapped
 from accelerate.utils import find_tied_parameters, set_module_tensor_to_device
 from accelerate.utils.modeling import get_state_dict_offloaded_model, load_state_dict
 from tests.inference.models import Scaled, Tied, tied_model
@@ -138,7 +138,8 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     prefetched = []
 
     def look(*_: Any) -> None:
-        prefetched.append(stream._prefetched[0].weights.prefix if stream._prefetched else None)
+        ahead = stream._ahead._prefetched
+        prefetched.append(ahead[0].weights.prefix if ahead else None)
 
     for layer in model.layers:
         old = layer._old_forward

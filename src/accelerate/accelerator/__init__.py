@@ -34,6 +34,7 @@ from ..config.plugins.parallelism import ParallelismConfig as ParallelismConfig
 from ..config.settings import TrainingSettings
 from ..data.loaders.base import PreparedLoader
 from ..data.loaders.shard import DataLoaderShard
+from ..data.metrics import gather_results
 from ..data.preparing import in_larger_batches, prepare_data_loader, samples_per_process, skip_first_batches
 from ..errors.callers import suggest_arguments, warn
 from ..logging import get_logger
@@ -53,13 +54,11 @@ from ..parallel.registry import strategy_for
 from ..precision import precision_for
 from ..precision.fp8 import convert_model_to_fp8_ao
 from ..runtime import phases
-from ..runtime.collectives import operations as collectives
-from ..runtime.collectives.nested import leaves, recursively_apply
 from ..runtime.devices.memory import release_memory
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, inherited_precision, shared_deepspeed_plugins
-from .accumulation import AccumulationWindow
+from .accumulation import window_of
 from .arguments import Handlers, compilation_in_code, one_of, settings_of_run
 from .checkpoint_methods import CheckpointMethods
 from .tracking_methods import TrackingMethods
@@ -111,6 +110,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         deepspeed_plugins: Several `DeepSpeedPlugin`s by name, for programs with several engines. `deepspeed_plugin`
             must then be left out.
         parallelism_config: A `ParallelismConfig`: how many processes copy, shard, split or cut the model.
+        offload: Where to keep the blocks of a model that does not fit: "host", "disk", or an `OffloadConfig`.
     """
 
     @suggest_arguments
@@ -137,6 +137,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        offload: Any = None,
     ) -> None:
         handlers = Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
@@ -149,7 +150,6 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         self.msamp_recipe_handler = handlers.take(MSAMPRecipeKwargs)
         self.fp8_recipe_handler = handlers.take(FP8RecipeKwargs)
         handlers.refuse_rest()
-
         settings = TrainingSettings.from_arguments(
             mixed_precision=mixed_precision,
             inherited_precision=inherited_precision(),
@@ -161,6 +161,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             dynamo_plugin=compilation_in_code(dynamo_backend, dynamo_plugin),
+            offload=offload,
         )
         self.settings = settings_of_run(settings)
         self.state = AcceleratorState(
@@ -180,6 +181,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             sharding=self.settings.sharding,
             deepspeed=self.settings.deepspeed,
             parallelism=self.settings.parallelism,
+            offload=self.settings.offload,
             mixed_precision=self.settings.mixed_precision,
         )
         me = ref(self)
@@ -198,7 +200,6 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             ),
         )
         self.native_amp = self.mixed_precision != "no"
-
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _unset:
@@ -213,14 +214,14 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             from ..tracking.trackers import Trackers
 
             self._trackers = Trackers(log_with, self.logging_dir)
-
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
-        self.window = AccumulationWindow(self.gradient_state, self.strategy, self._models)
+        self.window = window_of(self.gradient_state, self.strategy, self._models)
         self._checkpointer: Checkpointer | None = None
         self.flag_tensor: Tensor | None = None
+        self._start_recovery()
         self._start_recording()
 
     def _start_recording(self) -> None:
@@ -261,10 +262,10 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         loaders = _unprepared(args, _is_a(DataLoader))
         schedulers = _unprepared(args, _is_scheduler)
         prepared = self._prepare_bundle(
-            _items(args, models),
-            _items(args, optimizers),
-            _items(placements, models),
-            schedulers=_items(args, schedulers),
+            [args[i] for i in models],
+            [args[i] for i in optimizers],
+            [placements[i] for i in models],
+            schedulers=[args[i] for i in schedulers],
             loaders=[arg for arg in args if isinstance(arg, DataLoader)],
         )
         for i, model in zip(models, prepared.models, strict=True):
@@ -356,6 +357,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         )
         prepared.gradient_state = self.gradient_state
         prepared.group = self.strategy.data_group
+        self.strategy.connect_loader(prepared)
         self._dataloaders.append(prepared)
         if megatron is not None:
             sizes = [loader.total_batch_size // loader.num_processes for loader in self._dataloaders]
@@ -451,10 +453,12 @@ class Accelerator(CheckpointMethods, TrackingMethods):
     def _wrap_optimizer(self, optimizer: Optimizer, device_placement: bool | None) -> AcceleratedOptimizer:
         wrapped = AcceleratedOptimizer(optimizer, self._placement(device_placement), self.precision.scaler)
         wrapped.gradient_state = self.gradient_state
+        wrapped.transaction = self.strategy.transaction
         if not self.strategy.capabilities.owns_scaling:  # an engine keeps the gradients elsewhere
             wrapped.before_first_step = partial(warn_of_foreign_optimizer, models=self._models)
         if self.settings.megatron is not None and (max_norm := self.settings.megatron.max_norm) is not None:
             wrapped.before_step = partial(clip_gradients, max_norm=max_norm, clip=self.strategy.clip_grad_norm)
+        self._compare_after_steps_of(wrapped)
         self._optimizers.append(wrapped)
         return wrapped
 
@@ -490,17 +494,14 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             use_gather_object: Whether to gather tensors as objects too, which allows different shapes.
             dataloader: The loader that the batch came from. By default it is the one that handed out a batch last.
         """
-        loader = self.gradient_state.active_dataloader if dataloader is None else dataloader
-        partial = None if loader is None else loader.partial_round
-        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        if self.strategy.mesh is not None and not as_objects:
-            input_data = recursively_apply(collectives.whole, input_data)
-        if partial is not None:
-            return partial.gather(input_data, as_objects)
-        if self.strategy.num_data_ranks == 1:
-            return input_data
-        group = self.strategy.data_group
-        return collectives.gather_object(input_data, group) if as_objects else collectives.gather(input_data, group)
+        return gather_results(
+            input_data,
+            self.gradient_state.active_dataloader if dataloader is None else dataloader,
+            self.strategy.data_group,
+            num_ranks=self.strategy.num_data_ranks,
+            as_objects=use_gather_object,
+            is_spread=self.strategy.mesh is not None,
+        )
 
     @property
     def sync_gradients(self) -> bool:
@@ -837,7 +838,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
     def end_training(self) -> None:
         """Finish the run: wait for a save, for the trackers and for the others, and leave the process group."""
         if self._checkpointer is not None:
-            self._checkpointer.wait()
+            self._checkpointer.end()
         if self._trackers is not None:
             self._trackers.finish()
         self.wait_for_everyone()
@@ -865,10 +866,6 @@ def _placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) 
 def _unprepared(objects: Sequence[Any], is_kind: Callable[[Any], bool]) -> list[int]:
     """Return where the objects of a kind are that no Accelerator has prepared."""
     return [i for i, obj in enumerate(objects) if not _is_prepared(obj) and is_kind(obj)]
-
-
-def _items(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    return [values[i] for i in indices]
 
 
 def _is_a(kind: type) -> Callable[[Any], bool]:

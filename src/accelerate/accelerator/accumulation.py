@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..data.loaders.dealt import DealtLoader
 from ..parallel.base import Strategy
 from ..runtime.loop.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from ..parallel.replicas.surviving import SurvivingReplicas
 
 
 class AccumulationWindow:
@@ -24,6 +29,9 @@ class AccumulationWindow:
     near the usual count, which keeps fp16 in range and is exact in binary; after the last backward pass the gradients
     are multiplied once by shares * reference / items. The counts meet in one scalar all-reduce per window.
     """
+
+    counts_first = True
+    """A window of one micro-batch counts its items before the backward pass."""
 
     def __init__(self, gradient_state: GradientState, strategy: Strategy, prepared_models: list[nn.Module]) -> None:
         self.gradient_state = gradient_state
@@ -75,8 +83,8 @@ class AccumulationWindow:
         if self._has_mean_loss:
             raise _mixed_window_error()
         items = torch.as_tensor(num_items, device=device).detach()
-        closes = self.gradient_state.sync_gradients
-        if closes and self._items is None:
+        state = self.gradient_state
+        if state.sync_gradients and self._items is None and self.counts_first:
             yield self._shares / self._total(items)
             return
 
@@ -89,7 +97,7 @@ class AccumulationWindow:
         self._items = items if self._items is None else self._items + items
         self._items_came_at = self.step
         yield torch.tensor(1 / reference, device=device)
-        if closes:
+        if state.sync_gradients:
             factor = self._shares * reference / self._total(self._items)
             self._items = None
             self.strategy.scale_gradients(self._models or self._prepared_models, factor)
@@ -111,6 +119,78 @@ class AccumulationWindow:
             usual = self._total(items).item() / self._shares
             self._reference = 2.0 ** round(math.log2(max(usual, 1.0)))
         return self._reference
+
+
+class DealtWindow(AccumulationWindow):
+    """A window of samples that are dealt out among members that come and go.
+
+    It closes where the active loader says so, with or without `accumulate()`: [Note: dealing] in
+    `data/order/dealing.py`. A micro-batch with n samples of a nominal share of B weighs n / B, because the engine
+    divides the sum of gradients by the nominal number of members. Items are counted after the last backward pass, when
+    no more micro-batches can come.
+    """
+
+    counts_first = False
+    _began_at = 0
+    """The value of `step` at the beginning of the open window."""
+
+    def micro_batch(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[object]:
+        """Begin the next micro-batch, as its loader dealt it."""
+        loader = self._follow_loader()
+        if loader is None:
+            return super().micro_batch(models)
+        self._models = models
+        self._items_came_at = -1
+        num_steps = self.gradient_state.num_steps
+        if loader.begins_window:
+            self._began_at = self.step - self.step % num_steps
+        if self.gradient_state.sync_gradients:
+            self.step = 0 if loader.end_of_dataloader else self._began_at + num_steps
+            return _SYNCHRONISING
+        self.step = min(self.step + 1, self._began_at + num_steps - 1)  # a loss adds micro-batches that do not count
+        return _none_synchronising(self.strategy, models)
+
+    def share_of_mean(self, loss: Tensor) -> Tensor:
+        """Return what a mean loss adds to its window, by the weight of its micro-batch."""
+        loader = self._follow_loader()
+        share = super().share_of_mean(loss)
+        return share if loader is None or loader.weight == 1 else share * loader.weight
+
+    @contextmanager
+    def per_item(self, num_items: int | Tensor, device: torch.device) -> Iterator[Tensor]:
+        """Yield what to multiply summed losses by; 0 for a micro-batch without samples of this member."""
+        loader = self._follow_loader()
+        is_empty = loader is not None and loader.weight == 0
+        with super().per_item(0 if is_empty else num_items, device) as factor:
+            self._replicas.items = self._items
+            yield factor * 0 if is_empty else factor
+
+    @property
+    def _replicas(self) -> SurvivingReplicas:
+        return cast("SurvivingReplicas", self.strategy)
+
+    def _total(self, items: Tensor) -> Tensor:
+        """Return the count that was summed together with the gradients; of a step that was copied, nothing is left."""
+        total = self._replicas.total_items
+        return items.new_tensor(self._shares) if total is None else total.clamp(min=1)
+
+    def _agreed_reference(self, items: Tensor) -> float:
+        return 1.0  # a collective of its own would not be part of the step's transaction
+
+    def _follow_loader(self) -> DealtLoader | None:
+        """Let the active loader say whether this micro-batch closes the window; return the loader if it deals."""
+        loader = self.gradient_state.active_dataloader
+        if not isinstance(loader, DealtLoader) or loader.dealing is None:
+            return None
+        loader.dealing.trains = True
+        self.gradient_state.sync_gradients = loader.closes_window
+        return loader
+
+
+def window_of(state: GradientState, strategy: Strategy, prepared_models: list[nn.Module]) -> AccumulationWindow:
+    """Return the window of a strategy: where the members of a run change, its loaders tell when it closes."""
+    kind = AccumulationWindow if strategy.runtime.member is None else DealtWindow
+    return kind(state, strategy, prepared_models)
 
 
 _SYNCHRONISING = nullcontext()

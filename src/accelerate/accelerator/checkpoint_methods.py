@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from ..checkpoint.formats.saving import save
+from ..config.environment import read_setting
 from ..data.loaders.base import PreparedLoader
+from ..errors import UnsupportedSettingError
 from ..logging import get_logger
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.modules.unwrapping import extract_model_from_parallel
 from ..runtime import phases
+from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from .accumulation import AccumulationWindow
 from .process_methods import ProcessMethods
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ..checkpoint.checkpointer import Checkpointer, CheckpointLocation
+    from ..checkpoint.commit.copies import MemoryCopies
     from ..checkpoint.commit.engine import LoadReport
+    from ..parallel.replicas.recovery import Recovery
+    from ..parallel.replicas.surviving import SurvivingReplicas
     from ..tracking.trackers import Trackers
 
 logger = get_logger("accelerate.accelerator")
@@ -32,6 +38,7 @@ logger = get_logger("accelerate.accelerator")
 class CheckpointMethods(ProcessMethods):
     """The part of `Accelerator` that saves and loads: models for other tools, and checkpoints of the run."""
 
+    gradient_state: GradientState
     window: AccumulationWindow
     backward: Callable[..., None]
     forward_backward: Callable[..., Tensor]
@@ -174,13 +181,21 @@ class CheckpointMethods(ProcessMethods):
         Returns:
             The path of the checkpoint.
         """
-        with phases.during(phases.SAVING):
+
+        def save() -> str:
             return self.checkpointer.save(
                 None if output_dir is None else os.fspath(output_dir),
                 scaler=self.scaler,
                 safe_serialization=safe_serialization,
                 wait=wait,
             )
+
+        with phases.during(phases.SAVING):
+            if self.recovery is None:
+                return save()
+            if self.checkpointer.writes_shards:  # all members save together
+                return self.recovery.run_collective(save, carries_data=False)
+            return self.recovery.retry(save)
 
     def load_state(
         self,
@@ -214,17 +229,91 @@ class CheckpointMethods(ProcessMethods):
     def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
         """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
 
-        Every loader goes on at the next batch.
+        Every loader goes on at the next batch. A copy in host memory (`--memory_copies_every`) that has more steps
+        than the checkpoint takes its place.
 
         Args:
             input_dir: Folder or URL of a checkpoint. Without it the newest automatic checkpoint is looked for.
             **options: Those of `load_state`.
         """
-        place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
-        if not self.checkpointer.exists(place):
+        if self.recovery is not None:
+            self.recovery.is_prepared = True
+            if not self.recovery.member.has_joined:
+                return self._join()
+        in_memory_only = input_dir is None and self.project_dir is None and (self.recovery or self._copies) is not None
+        place: CheckpointLocation | None = None
+        if not in_memory_only:
+            found = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
+            place = found if self.checkpointer.exists(found) else None
+        report = self._recall(place, **options)
+        if report is None and place is not None:
+            report = self._restore(place, **options, seek=True)
+        if report is None:
             logger.info("There is no checkpoint in %s: the run begins.", input_dir or self.project_dir)
+        if self._copies is not None:
+            self._copies.begin()
+        return report
+
+    def _start_copies(self) -> None:
+        """With `accelerate launch --memory_copies_every`, copy the state into host memory every few steps."""
+        self._copies: MemoryCopies | None = None
+        every, folder = read_setting("memory_copies_every"), read_setting("memory_copies_dir")
+        if every is None:
+            return
+        if folder is None:
+            raise UnsupportedSettingError(
+                "ACCELERATE_MEMORY_COPIES_EVERY",
+                "nothing says which folder the copies of this run are in.",
+                "Start it with `accelerate launch`, or set ACCELERATE_MEMORY_COPIES_DIR to a folder of this run.",
+            )
+        self._copies = self.checkpointer.make_copies(every, Path(folder), lambda: self.scaler)
+        self.gradient_state.between_batches = self._copies.between_batches
+
+    def _recall(
+        self, place: CheckpointLocation | None, load_kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> LoadReport | None:
+        """Go on from the copies in memory, if they are newer than a checkpoint."""
+        if self._copies is None:
             return None
-        return self._restore(place, **options, seek=True)
+        from ..checkpoint.commit.recall import recall
+
+        disk_step = None if place is None else self.checkpointer.step_of(place)
+        return recall(self._copies, disk_step, load_kwargs or {})
+
+    def _start_recovery(self) -> None:
+        """Under `accelerate launch --survive`, let the processes go on when one of them is lost."""
+        self._start_copies()
+        self.recovery: Recovery | None = None
+        if self.state._runtime.member is None:
+            return
+        from ..parallel.replicas.joining import Joining
+        from ..parallel.replicas.recovery import Recovery, State
+
+        def capture(complete: bool) -> bytes:
+            return self.checkpointer.pack(self.scaler, complete=complete)
+
+        def restore(content: bytes) -> None:
+            self.checkpointer.unpack(content, self.scaler, self.strategy.data_rank)
+
+        state = State(
+            loaders=self._dataloaders,
+            gradient_state=self.gradient_state,
+            capture=capture,
+            restore=restore,
+        )
+        self.recovery = Recovery(cast("SurvivingReplicas", self.strategy), state)
+        self._joining = Joining(self.recovery)
+
+    def _join(self) -> LoadReport:
+        """As a replacement of a lost process, take the state of another one and join the run."""
+        from ..checkpoint.commit.engine import LoadReport
+
+        self._joining.join()
+        if self._copies is not None:
+            self._copies.begin()
+        report = LoadReport(path="the memory of another replica", step=max(o.steps_taken for o in self._optimizers))
+        logger.info("%s", report)
+        return report
 
     def _restore(
         self,

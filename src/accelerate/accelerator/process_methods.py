@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config.enums import DistributedType, FP8BackendType
+from ..config.environment import read_setting
 from ..config.plugins.handlers import DataLoaderConfiguration, ProjectConfiguration
 from ..parallel.base import Strategy
 from ..precision import FullPrecision
 from ..runtime.collectives import operations as collectives
 from ..state import AcceleratorState
+
+if TYPE_CHECKING:
+    from ..optimizer import AcceleratedOptimizer
+    from ..parallel.replicas.checksums import PeriodicComparison
 
 
 class ProcessMethods:
@@ -26,6 +31,9 @@ class ProcessMethods:
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
     flag_tensor: Tensor | None
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+    _comparison: PeriodicComparison | None = None
 
     # --- who am I -------------------------------------------------------------------------------------------------
 
@@ -307,6 +315,49 @@ class ProcessMethods:
             pad_first: Whether it is put in front instead of behind.
         """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def check_replicas(self, every: int | None = None) -> None:
+        """Compare the parameters of all replicas to the bit, and raise an error that names the rank that differs.
+
+        Every process must call it. Replicas are the processes of DDP, or those along `dp_replicate`; without any it
+        does nothing.
+
+        Args:
+            every: Compare after every so many optimizer steps from now on, and not in this call. `accelerate launch
+                --check_replicas_every` does the same. Under `--survive` a rank that differs from most is replaced.
+
+        Raises:
+            ReplicaMismatchError: on every process, if the parameters of one differ.
+        """
+        if every is not None:
+            self._compare_every(every)
+            for optimizer in self._optimizers:
+                self._compare_after_steps_of(optimizer)
+            return
+        self.state._runtime.run_collective(self._compare_replicas)
+
+    def _compare_replicas(self) -> None:
+        ranks, group = self.strategy.replicas
+        if ranks:
+            from ..parallel.replicas.checksums import require_equal_replicas
+
+            require_equal_replicas(self._models, ranks, group, self.device)
+
+    def _compare_every(self, steps: int) -> None:
+        from ..parallel.replicas.checksums import PeriodicComparison
+        from ..parallel.replicas.surviving import SurvivingReplicas
+
+        self._comparison = PeriodicComparison(steps, self.check_replicas)
+        if isinstance(self.strategy, SurvivingReplicas):  # it compares inside of its steps
+            self.strategy.compares_every = steps
+
+    def _compare_after_steps_of(self, optimizer: AcceleratedOptimizer) -> None:
+        """Let replicas be compared every so many steps of an optimizer, if that was asked for."""
+        steps = read_setting("check_replicas_every")
+        if self._comparison is None and steps is not None:
+            self._compare_every(steps)
+        if self._comparison is not None and self.strategy.transaction is None:
+            self._comparison.follow(optimizer.optimizer)
 
     # --- experts --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 from collections import OrderedDict
@@ -18,21 +17,23 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config.plugins.handlers import ProjectConfiguration
-from ..errors import REQUEUE_EXIT_CODE
-from ..parallel.base import Strategy
+from ..errors import REQUEUE_EXIT_CODE, UnsupportedSettingError
+from ..parallel.base import Strategy, params_of
 from ..parallel.modules.dtensors import any_dtensor, gathered
 from ..parallel.modules.unwrapping import extract_model_from_parallel
 from ..runtime.devices import device as devices
 from ..runtime.group.runtime import Runtime
 from ..runtime.loop.progress import while_slow
-from ..runtime.loop.random import set_seed
 from ..watch.place import guard_of_caller
+from .commit.copies import MemoryCopies, RunState
 from .commit.engine import CheckpointEngine, CheckpointError, Draft, Fetched, LoadReport
 from .commit.staging import Staging
 from .commit.supplements import Announcements, Opened, Supplement, supplement_folder
+from .formats import codec
 from .group import CheckpointGroup
 from .layout import (
     CHECKPOINTS_FOLDER,
+    PROGRESS_FILE,
     SCALER_FILE,
     SHARDS,
     automatic_name,
@@ -45,7 +46,9 @@ from .layout import (
     random_states_file,
     unfinished,
 )
+from .parts.own import OwnModelPart, OwnOptimizerPart
 from .parts.states import EnginePart, ModelPart, OptimizerPart, Part, ProgressPart, RandomPart, StatefulPart
+from .parts.transfer import DerivedRandomPart, pack, unpack
 from .preemption import Preemption
 from .storage.remote import RemoteStore
 from .storage.store import Found, LocalStore, Store
@@ -96,6 +99,8 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._preemption: Preemption | None = None
         self._warned_target = False
+        self.copies: MemoryCopies | None = None
+        """The copies in host memory, if they are asked for."""
         self.trace: Trace | None = None
         """The trace of a run that is being verified. Its checkpoints go to the folder of the trace."""
 
@@ -126,7 +131,7 @@ class Checkpointer:
     @property
     def engine(self) -> CheckpointEngine:
         """The engine. Its process group is created on first use, by all ranks."""
-        if self._engine is None:
+        if self._engine is None or self.runtime.member is not None:  # ranks change with the members
             self._engine = CheckpointEngine(
                 CheckpointGroup.of_all_ranks(self.runtime, on_each_node=self.project.save_on_each_node)
             )
@@ -148,7 +153,11 @@ class Checkpointer:
         parts = self._engine_parts(models, form) or (
             self._sharded_parts(models) if form == SHARDS else self._file_parts(models, form)
         )
-        parts += [
+        return parts + self._common_parts(scaler, rank)
+
+    def _common_parts(self, scaler: Any, rank: int) -> list[Part]:
+        """Return the parts besides models and optimizers; the generators are the last one."""
+        parts: list[Part] = [
             StatefulPart(numbered("scheduler", index, ""), numbered("scheduler", index, ".bin"), scheduler)
             for index, scheduler in enumerate(self.prepared.schedulers)
         ]
@@ -212,6 +221,25 @@ class Checkpointer:
             ),
         ]
 
+    def own_parts(self, scaler: Any) -> list[Part]:
+        """Return all parts as this rank holds them, with its own shards of models and optimizers."""
+        models, is_whole = self._unwrapped_models(), self.prepared.strategy.holds_whole_models
+        if any(self.prepared.strategy.engine_states(models)):
+            raise UnsupportedSettingError(
+                "--memory_copies_every with DeepSpeed", "its engine writes files of its own.", "Leave one of them out."
+            )
+        return [
+            *(
+                OwnModelPart(numbered("model", i, ""), "memory", model, is_whole=is_whole)
+                for i, model in enumerate(models)
+            ),
+            *(
+                OwnOptimizerPart(numbered("optimizer", index, ""), "memory", optimizer, models, is_whole=is_whole)
+                for index, optimizer in enumerate(self.prepared.optimizers)
+            ),
+            *self._common_parts(scaler, self.runtime.process_index),
+        ]
+
     # --- save -----------------------------------------------------------------------------------------------------
 
     def save(self, target: str | None, *, scaler: Any, safe_serialization: bool, wait: bool) -> str:
@@ -227,6 +255,7 @@ class Checkpointer:
         if self.needs_all_ranks(models):
             self._refuse_one_rank_only()
             form = SHARDS if self.prepared.strategy.saves_shards else form
+            wait = wait or self.runtime.member is not None  # its collectives are in the group of training
             return self._save_checkpoint(self.engine, target, models, scaler, form, save="", wait=wait)
         save = self.announcements.next_save(target, self.prepared.window.step, self.prepared.loaders)
         engine = CheckpointEngine(
@@ -317,6 +346,11 @@ class Checkpointer:
             or any(any_dtensor(model.parameters()) for model in models)
         )
 
+    @property
+    def writes_shards(self) -> bool:
+        """Tell whether every rank writes its own shards, without a collective that gathers them."""
+        return self.prepared.strategy.saves_shards
+
     def _refuse_one_rank_only(self) -> None:
         """Raise for a call that the other ranks will not make, before it waits for them."""
         guard = guard_of_caller() if self.runtime.num_processes > 1 else ""
@@ -403,6 +437,26 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    def make_copies(self, every: int, folder: Path, scaler: Callable[[], Any]) -> MemoryCopies:
+        """Let copies of the state be made in host memory every few steps."""
+        run = RunState(
+            runtime=self.runtime,
+            strategy=self.prepared.strategy,
+            optimizers=self.prepared.optimizers,
+            parts=lambda: self.own_parts(scaler()),
+            group=lambda: self.engine.group,
+        )
+        self.copies = MemoryCopies(run, every, folder / f"{self.runtime.num_copying}")
+        self.runtime.num_copying += 1
+        self.runtime.shutdown_hooks.append(self.copies.shut_down)
+        return self.copies
+
+    def end(self) -> None:
+        """Wait for a save in the background. The run has ended: its copies in memory are not needed any more."""
+        self.wait()
+        if self.copies is not None:
+            self.copies.end()
+
     # --- locations ------------------------------------------------------------------------------------------------
 
     def _target(self, target: str | None, engine: CheckpointEngine) -> tuple[Store, str, int | None]:
@@ -445,6 +499,16 @@ class Checkpointer:
     def exists(self, location: CheckpointLocation) -> bool:
         """Tell whether the checkpoint exists; all ranks get the same answer."""
         return self.engine.group.broadcast(location.name is not None and location.store.exists(location.name))
+
+    def step_of(self, location: CheckpointLocation) -> int | None:
+        """Return the number of optimizer steps of a checkpoint, or None if it does not say; the same on all ranks."""
+        steps: list[int] = []
+        if self.runtime.is_main_process and location.name is not None:
+            folder = location.store.fetch(location.name, lambda file: file == PROGRESS_FILE, 0)
+            if (folder / PROGRESS_FILE).is_file():
+                steps = codec.read(folder / PROGRESS_FILE).get("steps", [])
+            location.store.release(folder)
+        return self.engine.group.broadcast(max(steps, default=None))
 
     # --- load -----------------------------------------------------------------------------------------------------
 
@@ -494,13 +558,34 @@ class Checkpointer:
         self._log_report(report)
         return report
 
+    # --- another process --------------------------------------------------------------------------------------------
+
+    def pack(self, scaler: Any, *, complete: bool) -> bytes:
+        """Return the state for another process: everything, or models and optimizers with their gradients."""
+        parts = self._parts(self._unwrapped_models(), scaler, ".bin", self.runtime.process_index)
+        if complete:
+            return pack(parts)
+        parts = [part for part in parts if isinstance(part, (ModelPart, OptimizerPart)) or part.file == SCALER_FILE]
+        return pack(parts, [param.grad for param in self._parameters()])
+
+    def unpack(self, content: bytes, scaler: Any, rank: int) -> None:
+        """Restore what another process packed."""
+        parts = self._parts(self._unwrapped_models(), scaler, ".bin", self.runtime.process_index)
+        unpack(content, parts, self._parameters(), rank)
+
+    def _parameters(self) -> list[Any]:
+        return [param for optimizer in self.prepared.optimizers for param in params_of(optimizer)]
+
     # --- preemption -----------------------------------------------------------------------------------------------
 
     def preempted(self) -> str | None:
         """Return why the run is requested to stop, or None; all ranks get the same answer."""
         if self._preemption is None:
             self._preemption = Preemption(self.project.project_dir)
-        return self._preemption.agreed(self.engine.group.gather)
+        preemption = self._preemption
+        if self.runtime.member is not None:  # replacements count their calls from 0
+            return self.runtime.run_collective(lambda: preemption.agreed(self.engine.group.gather, at_once=True))
+        return preemption.agreed(self.engine.group.gather)
 
     def exit_preempted(self, path: str, reason: str) -> NoReturn:
         """Log the saved checkpoint, and exit with the code that requests a restart."""
@@ -528,7 +613,7 @@ class Checkpointer:
         world_changed = there != here
         derives = world_changed or not fetched.has(parts[-1].file)
         if derives:
-            parts[-1] = _DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
+            parts[-1] = DerivedRandomPart(random_states_file(0), self.runtime, self.prepared.window)
         ranks = [rank for rank, derived in enumerate(self.engine.group.gather(derives)) if derived]
         if world_changed:
             return [
@@ -545,20 +630,6 @@ class Checkpointer:
     def _log_report(self, report: LoadReport) -> None:
         if self.runtime.is_main_process:
             logger.log(logging.WARNING if report.differences else logging.INFO, "%s", report)
-
-
-class _DerivedRandomPart(RandomPart):
-    """Generators for ranks that are not in the checkpoint."""
-
-    def restore(self, state: Any) -> None:
-        """Seed every generator from rank 0's state, the step and the rank; the order of the data comes from rank 0."""
-        if self.runtime.is_main_process:
-            super().restore(state)
-            return
-        self.window.step = state["step"]
-        text = bytes(state["torch_manual_seed"].tolist()) + f"{state['step']},{self.runtime.process_index}".encode()
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
-        set_seed(seed)
 
 
 def _store(folder: str) -> Store:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..runtime.group.runtime import Runtime
+from ..runtime.membership.member import MembershipChanged
 
 T = TypeVar("T")
 
@@ -42,9 +43,10 @@ class CheckpointGroup:
         """Create a group of all ranks.
 
         It has its own process group, so that a save in the background does not mix with collectives of training.
+        Members that come and go use the group of the moment, and save in the foreground.
         """
         process_group = None
-        if runtime.num_processes > 1:
+        if runtime.num_processes > 1 and runtime.member is None:
             default = dist.distributed_c10d.default_pg_timeout
             process_group = dist.new_group(
                 backend="gloo", timeout=max(default, runtime.init_handler.timeout or default)
@@ -93,6 +95,8 @@ def _reporting_lost_process() -> Iterator[None]:
     """Convert an error of the collective to `LostProcessError`; its own message names a line of C++ source."""
     try:
         yield
+    except MembershipChanged:
+        raise
     except RuntimeError as error:
         reason = str(error).partition("] ")[2].splitlines()[:1] or [str(error)]
         raise LostProcessError(

@@ -39,13 +39,15 @@ class Preemption:
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
 
-    def agreed(self, gather: Callable[[tuple[str | None, float]], list[tuple[str | None, float]]]) -> str | None:
+    def agreed(
+        self, gather: Callable[[tuple[str | None, float]], list[tuple[str | None, float]]], *, at_once: bool = False
+    ) -> str | None:
         """Return what requests any rank to stop, or None; the same on all ranks, which call this equally often.
 
-        `gather` returns the items of all ranks.
+        `gather` returns the items of all ranks. It is called now and then, or in every call with `at_once`.
         """
         self._calls -= 1
-        if self._calls > 0:
+        if self._calls > 0 and not at_once:
             return None
         answers = gather((self.requested(), time.monotonic() - self._last_agreement))
         self._last_agreement = time.monotonic()

@@ -28,6 +28,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 # Setting -> the published variable that carries it into a child process, and the type it is read as.
 SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "check": ("ACCELERATE_CHECK", bool),
+    "check_replicas_every": ("ACCELERATE_CHECK_REPLICAS_EVERY", int),
     "cpu": ("ACCELERATE_USE_CPU", bool),
     "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
     "debug": ("ACCELERATE_DEBUG_MODE", bool),
@@ -51,7 +52,12 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
     "hang_seconds": ("ACCELERATE_HANG_SECONDS", float),
     "log_level": ("ACCELERATE_LOG_LEVEL", str),
+    "memory_copies_dir": ("ACCELERATE_MEMORY_COPIES_DIR", str),
+    "memory_copies_every": ("ACCELERATE_MEMORY_COPIES_EVERY", int),
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION", str),
+    "offload_training": ("ACCELERATE_OFFLOAD_TRAINING", str),
+    "replace_hung_after": ("ACCELERATE_REPLACE_HUNG_AFTER", float),
+    "survive": ("ACCELERATE_SURVIVE", bool),
     "use_torch_xla": ("USE_TORCH_XLA", bool),
 }
 
@@ -210,6 +216,11 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 # The exit code of a process that `accelerate launch --check` has found mistakes in.
 CHECK_FAILED_CODE = 3
+
+# The launcher's store through which the members of a run agree, as host:port, and how many processes a rank had before
+# this one; set by `accelerate launch --survive`.
+MEMBERSHIP_STORE = "ACCELERATE_MEMBERSHIP_STORE"
+INCARNATION = "ACCELERATE_INCARNATION"
 
 # The folder for the trace of a run, set by `accelerate verify-resume`.
 TRACE_FOLDER = "ACCELERATE_TRACE_FOLDER"

@@ -13,6 +13,7 @@ from .plugins.compilation import SETTING_OF_FIELD, TorchDynamoPlugin
 from .plugins.deepspeed import ACCUMULATION, DeepSpeedPlugin
 from .plugins.handlers import GradientAccumulationPlugin
 from .plugins.megatron import MegatronLMPlugin
+from .plugins.offload import OffloadConfig, resolve_offload
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.sharding import FullyShardedDataParallelPlugin
 
@@ -35,6 +36,8 @@ class TrainingSettings:
     """The axes of the device mesh, if given."""
     megatron: MegatronLMPlugin | None
     """Megatron-LM's settings, which `sharding` and `parallelism` are translated from, if given."""
+    offload: OffloadConfig | None
+    """Where the repeated blocks of models are kept, if not on the device."""
     origins: Mapping[str, str]
     """Field name -> where its value came from."""
 
@@ -52,6 +55,7 @@ class TrainingSettings:
         parallelism_config: ParallelismConfig | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
+        offload: OffloadConfig | str | None = None,
     ) -> TrainingSettings:
         """Resolve the arguments of `Accelerator` against the environment."""
         deepspeed = resolve_deepspeed(deepspeed_plugins)
@@ -95,6 +99,7 @@ class TrainingSettings:
             deepspeed=deepspeed,
             parallelism=parallelism,
             megatron=megatron,
+            offload=resolve_offload(offload),
             origins={
                 "mixed_precision": precision.origin,
                 "gradient_accumulation_steps": origin,

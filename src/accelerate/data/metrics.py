@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.collectives.nested import recursively_apply
-from ..runtime.collectives.operations import gather, gather_object
+from ..runtime.collectives.nested import leaves, recursively_apply
+from ..runtime.collectives.operations import collective, gather, gather_object, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +81,26 @@ class PartialRound:
         per_sample = {rows / samples for rows, samples in lengths}
         first = per_sample.pop()
         return int(first) if not per_sample and first.is_integer() else 0
+
+
+@collective
+def gather_results(data: Any, loader: Any, group: Any, *, num_ranks: int, as_objects: bool, is_spread: bool) -> Any:
+    """Gather what the current batch of a loader produced, without its padding.
+
+    Args:
+        data: The results of this rank.
+        loader: The loader that handed out the batch; None if there is none.
+        group: The ranks that see different samples: None for all.
+        num_ranks: How many those are.
+        as_objects: Whether tensors are gathered as objects, too.
+        is_spread: Whether results may be distributed over a mesh.
+    """
+    partial = None if loader is None else loader.partial_round
+    as_objects = as_objects or not all(isinstance(leaf, Tensor) for leaf in leaves(data))
+    if is_spread and not as_objects:
+        data = recursively_apply(whole, data)
+    if partial is not None:
+        return partial.gather(data, as_objects)
+    if num_ranks == 1:
+        return data
+    return gather_object(data, group) if as_objects else gather(data, group)

@@ -361,6 +361,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
             **options,
         )
     skipped.division = dataloader.division
+    if dataloader.dealing is not None:
+        skipped.enable_dealing(dataloader.dealing.members, dataloader.dealing.rank)
+        assert skipped.dealing is not None
+        skipped.dealing.before_window = dataloader.dealing.before_window
+        skipped.dealing.agree_on_seed = dataloader.dealing.agree_on_seed
     _transfer_position(dataloader, skipped, num_batches)
     return skipped
 

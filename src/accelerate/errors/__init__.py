@@ -50,6 +50,23 @@ class StuckError(RuntimeError):
     """
 
 
+class ReplicaMismatchError(RuntimeError):
+    """Report replicas whose parameters are not equal to the bit.
+
+    `check_replicas` raises it on every rank and names the one that differs from most. A device has computed wrongly, or
+    the script changes parameters on some ranks only. Go on from a checkpoint of before, without that host.
+    """
+
+
+class ReplicaLostError(RuntimeError):
+    """Report that a replica was lost, and with it values that no other one has.
+
+    It is raised under `accelerate launch --survive` where going on would give a wrong metric: an evaluation summed up
+    on each rank, or gathered in several calls per batch. Gather the results of a batch by one call of
+    `gather_for_metrics`; the samples of the lost replica are then evaluated by the others.
+    """
+
+
 class LaunchError(RuntimeError):
     """Report a launch that cannot begin, before anything was started.
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import environment
+from ..config.launch.copies import refuse_copies
 from ..config.launch.settings import FLAG, LaunchSettings
+from ..config.launch.survival import refuse_survival
 from ..config.origins import ORIGINS_VARIABLE
 from ..runtime.devices import nvidia
 from .devices import count_accelerators, count_cores
@@ -65,6 +67,9 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     min_machines, machines = (1, 1) if is_rank else _machines(settings, cluster, origins)
     here = 1 if is_rank else _processes_here(settings, cluster, machines, accelerators, origins, notes)
     method = _method(settings, cluster, here, machines)
+    refuse_copies(settings, method)
+    if settings.survive:
+        refuse_survival(settings, method, here * machines)
     machine_rank = 0 if is_rank or method == "mpirun" else _machine_rank(settings, cluster, machines, origins)
     address, port, port_is_free = _rendezvous_address(settings, cluster, machines, origins, method)
     threads = _threads(settings, here, method, origins)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..precision.quantized import save_and_load_quantized
 from ..runtime.collectives.nested import recursively_apply
 from ..runtime.group.runtime import Runtime
 from ..runtime.modules import owner_of
@@ -33,6 +34,8 @@ class Capabilities:
     """`torch.compile` is applied in place to the model inside the wrapper."""
     compiles_itself: bool = False
     """The device compiles every step, so that `torch.compile` has no place."""
+    streams_blocks: bool = False
+    """The parameters of blocks are replaced while they compute, which `torch.compile` does not expect."""
 
 
 @dataclass(kw_only=True)
@@ -119,6 +122,16 @@ class EngineState(ABC):
         return {}
 
 
+class StepTransaction(Protocol):
+    """A step that takes place on all members of a run or on none."""
+
+    def may_step(self) -> bool:
+        """Return whether optimizers step now; False if the step was copied from another member."""
+
+    def may_zero_grad(self) -> bool:
+        """Return whether gradients are zeroed now; False if they belong to a step that is not made."""
+
+
 class Strategy(ABC):
     """A way to distribute models over the processes of a `Runtime`."""
 
@@ -127,6 +140,8 @@ class Strategy(ABC):
     """The device mesh, if there is one."""
     steps: Steps | None = None
     """Replacements for the strategy's own sharding steps."""
+    transaction: StepTransaction | None = None
+    """What decides whether optimizers step, where the members of a run change."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -172,6 +187,7 @@ class Strategy(ABC):
         """Place and wrap the models, then bind the optimizers to their new parameters."""
         models = []
         for model, place in zip(bundle.models, bundle.place_models, strict=True):
+            save_and_load_quantized(model)
             if place:
                 (self._move if bundle.evaluation else self._place)(model)
             models.append(model if bundle.evaluation else self.wrap(model))
@@ -198,6 +214,14 @@ class Strategy(ABC):
     def data_group(self) -> Any:
         """The processes that see different samples: None for all."""
         return None
+
+    @property
+    def replicas(self) -> tuple[Sequence[int], Any]:
+        """The ranks that hold the same parameters as this one, and their group; empty if no other does."""
+        return (), None
+
+    def connect_loader(self, loader: Any) -> None:  # noqa: B027 - only used where members of the run change
+        """Let a prepared loader follow the members of the run."""
 
     @property
     def num_gradient_shares(self) -> int:

@@ -40,6 +40,18 @@ def compiling(strategy: Strategy, plugin: TorchDynamoPlugin) -> Strategy:
         raise UnsupportedSettingError(
             f"dynamo_backend={plugin.backend}", "XLA compiles every step as a whole.", "Leave torch.compile out."
         )
+    if strategy.capabilities.streams_blocks:
+        raise UnsupportedSettingError(
+            f"offload with dynamo_backend={plugin.backend}",
+            "offloaded blocks compute with other parameters than those they were compiled with.",
+            "Leave torch.compile out.",
+        )
+    if strategy.runtime.member is not None:
+        raise UnsupportedSettingError(
+            f"--survive with dynamo_backend={plugin.backend}",
+            "compiled models were not tried with it.",
+            "Leave it out.",
+        )
     return cast("Strategy", _Compiling(strategy, plugin))
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from ..config.plugins.deepspeed import DeepSpeedPlugin
 from ..config.plugins.handlers import DistributedDataParallelKwargs
+from ..config.plugins.offload import OffloadConfig
 from ..config.plugins.parallelism import ParallelismConfig
 from ..config.plugins.sharding import FullyShardedDataParallelPlugin
 from ..errors import UnsupportedSettingError
 from ..runtime.devices.device import is_xla
 from ..runtime.group.runtime import Runtime
+from ..runtime.membership.member import Member
 from .base import Strategy
-from .ddp import DataParallel
+from .replicas.ddp import DataParallel
 from .single import SingleProcess
 
 logger = logging.getLogger(__name__)
@@ -27,21 +29,36 @@ def strategy_for(
     sharding: FullyShardedDataParallelPlugin | None = None,
     deepspeed: Mapping[str, DeepSpeedPlugin] | None = None,
     parallelism: ParallelismConfig | None = None,
+    offload: OffloadConfig | None = None,
     mixed_precision: str = "no",
 ) -> Strategy:
     """Return the strategy for these settings."""
+    if offload is not None:
+        return _offloading(runtime, offload, ddp, sharding, deepspeed, parallelism, mixed_precision)
     if is_xla(runtime.device):
         return _on_xla(runtime, sharding, deepspeed, parallelism)
     if parallelism is not None:
-        _fit(parallelism, runtime)
+        _fit(parallelism, runtime.process.world_size)
     if deepspeed is not None:
         return _engines_of(runtime, deepspeed, sharding, parallelism)
+    if runtime.member is not None:
+        return _surviving(runtime, runtime.member, ddp, sharding, parallelism, mixed_precision)
     if runtime.num_processes == 1:
         if sharding is not None:
             logger.info("There is one process: nothing is sharded, and the settings of FSDP have no effect.")
         return SingleProcess(runtime)
     if sharding is None and set(_axes_of(parallelism)) <= {"dp_replicate"}:
         return DataParallel(runtime, ddp)
+    return _on_mesh(runtime, ddp, sharding, parallelism, mixed_precision)
+
+
+def _on_mesh(
+    runtime: Runtime,
+    ddp: DistributedDataParallelKwargs | None,
+    sharding: FullyShardedDataParallelPlugin | None,
+    parallelism: ParallelismConfig | None,
+    mixed_precision: str,
+) -> Strategy:
     from ..runtime.group.mesh import Mesh
     from .mesh.sharded import MeshParallel
 
@@ -50,12 +67,74 @@ def strategy_for(
     sharding = sharding or FullyShardedDataParallelPlugin()
     if mixed_precision != "no":
         sharding.set_mixed_precision("bf16" if mixed_precision == "fp8" else mixed_precision)
-    mesh = Mesh.of(parallelism or _default_parallelism(runtime, sharding), runtime)
+    mesh = Mesh.of(parallelism or _default_parallelism(runtime, runtime.num_processes, sharding), runtime)
     if mesh.config.pp_enabled:
         from .pipeline.strategy import PipelineParallel
 
         return PipelineParallel(runtime, mesh, sharding, mixed_precision)
     return MeshParallel(runtime, mesh, sharding)
+
+
+def _offloading(
+    runtime: Runtime,
+    offload: OffloadConfig,
+    ddp: DistributedDataParallelKwargs | None,
+    sharding: FullyShardedDataParallelPlugin | None,
+    deepspeed: Mapping[str, DeepSpeedPlugin] | None,
+    parallelism: ParallelismConfig | None,
+    mixed_precision: str,
+) -> Strategy:
+    axes = [axis for axis in _axes_of(parallelism) if axis != "dp_replicate"]
+    for setting, given, reason in (
+        ("FSDP", sharding, "FSDP moves its shards itself: FullyShardedDataParallelPlugin(cpu_offload=True)."),
+        ("DeepSpeed", deepspeed, "DeepSpeed offloads by its own settings (offload_param, offload_optimizer)."),
+        (f"the axes {', '.join(axes)}", axes, "it keeps whole blocks of a replica on the host."),
+        ("--survive", runtime.member, "a process that is replaced would need the blocks on the host, too."),
+        ("XLA", is_xla(runtime.device), "its operations are recorded, and not executed in streams."),
+        ("mixed_precision='fp8'", mixed_precision == "fp8", "fp8 layers keep scales beside their weights."),
+        ("mixed_precision='fp16'", mixed_precision == "fp16", "torch's scaler expects all gradients on the device."),
+    ):
+        if given:
+            raise UnsupportedSettingError(f"offload={offload.placement!r} with {setting}", reason, "Leave one out.")
+    from .replicas.offload.strategy import StreamedBlocks
+
+    return StreamedBlocks(runtime, offload, ddp)
+
+
+def _surviving(
+    runtime: Runtime,
+    member: Member,
+    ddp: DistributedDataParallelKwargs | None,
+    sharding: FullyShardedDataParallelPlugin | None,
+    parallelism: ParallelismConfig | None,
+    mixed_precision: str,
+) -> Strategy:
+    if mixed_precision in ("fp16", "fp8"):
+        raise UnsupportedSettingError(
+            f"--survive with mixed_precision={mixed_precision!r}",
+            "its scales are not part of the step's transaction.",
+            "Use bf16.",
+        )
+    axes = [axis for axis in _axes_of(parallelism) if axis not in ("dp_replicate", "dp_shard")]
+    for setting, given in ((f"the axes {', '.join(axes)}", axes), ("DDP's options", ddp)):
+        if given:
+            raise UnsupportedSettingError(
+                f"--survive with {setting}",
+                "it replaces whole copies of a model, each on one process or sharded by FSDP.",
+                "Leave it out.",
+            )
+    if sharding is None and "dp_shard" not in _axes_of(parallelism):
+        from .replicas.surviving import SurvivingReplicas
+
+        return SurvivingReplicas(runtime, member)
+    from .replicas.sharded import SurvivingShards
+
+    sharding = sharding or FullyShardedDataParallelPlugin()
+    if mixed_precision != "no":
+        sharding.set_mixed_precision(mixed_precision)
+    return SurvivingShards(
+        runtime, member, parallelism or _default_parallelism(runtime, member.replicas, sharding), sharding
+    )
 
 
 def _axes_of(parallelism: ParallelismConfig | None) -> list[str]:
@@ -65,7 +144,7 @@ def _axes_of(parallelism: ParallelismConfig | None) -> list[str]:
     return [*parallelism.active_mesh_dims, *(["ep"] if parallelism.ep_enabled else [])]
 
 
-def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
+def _fit(parallelism: ParallelismConfig, num_processes: int) -> None:
     for first, second in (("cp", "sp"), ("pp", "sp")):
         if parallelism.size(first) > 1 and parallelism.size(second) > 1:
             raise UnsupportedSettingError(
@@ -79,7 +158,7 @@ def _fit(parallelism: ParallelismConfig, runtime: Runtime) -> None:
             "experts are spread over the processes that share a whole model.",
             "Use dp_shard_size, tp_size or cp_size instead of pp_size.",
         )
-    parallelism.fitted(runtime.num_processes)
+    parallelism.fitted(num_processes)
 
 
 def _on_xla(
@@ -121,8 +200,10 @@ def _engines_of(
     return DeepSpeedEngines(runtime, plugins)
 
 
-def _default_parallelism(runtime: Runtime, sharding: FullyShardedDataParallelPlugin) -> ParallelismConfig:
-    hosts = runtime.num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
+def _default_parallelism(
+    runtime: Runtime, num_processes: int, sharding: FullyShardedDataParallelPlugin
+) -> ParallelismConfig:
+    hosts = num_processes // runtime.process.local_world_size if sharding.copy_per_host else 1
     # Not those of the environment.
     others: dict[str, Any] = {f"{axis}_size": 1 for axis in ("pp", "cp", "tp", "sp", "ep")}
-    return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=runtime.num_processes // hosts, **others)
+    return ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=num_processes // hosts, **others)

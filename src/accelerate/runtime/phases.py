@@ -64,6 +64,11 @@ class PhaseClock:
         self._phase = phase
         return before
 
+    def restart(self) -> None:
+        """Count steps from 0 again, and forget those that were not read; called by the reader."""
+        self.steps = 0
+        self.rows.clear()
+
     def collect(self) -> deque[Row]:
         """Return the steps that have not been read yet, for the reader to pop."""
         return self.rows

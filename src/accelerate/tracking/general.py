@@ -59,6 +59,10 @@ class GeneralTracker:
         """Set the run that `start` must reopen."""
         self.continued, self.next_step = identity, next_step
 
+    def hand_over(self) -> None:
+        """Close the run here, because another process goes on with it."""
+        self.finish()
+
     def discard(self) -> None:
         """Close a run without records, because an older one is reopened instead; delete it if possible."""
         self.finish()

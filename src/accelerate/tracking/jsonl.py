@@ -11,8 +11,9 @@ A run is a folder with `metrics.jsonl`, one record per line:
     {"end": {"time": ...}}
 
 A start that resumes a checkpoint has its id as `resumed`: readers discard the records after the line of that
-checkpoint, because the run repeats them. `lost` counts the records that a tracker of this run did not store since the
-last `start`.
+checkpoint, because the run repeats them. A start with `taken_over` is no new start of the run: under `accelerate
+launch --survive` another process became the main process. `lost` counts the records that a tracker of this run did not
+store since the last `start`.
 
 All waiting records are passed to the operating system in one write, so that a killed process loses no written record,
 and a crash of the machine loses at most the last records, never the file.
@@ -97,6 +98,8 @@ class JSONLTracker(GeneralTracker):
             os.write(self._file, b"\n")
         phases.run_folder = os.path.dirname(self.path)  # the watcher writes its lines about the ranks here
         runtime = Runtime.existing()
+        if runtime is not None and runtime.member is not None:
+            runtime.member.announce_folder(os.path.abspath(phases.run_folder))
         self._write(
             start={
                 "time": time.time(),
@@ -105,9 +108,15 @@ class JSONLTracker(GeneralTracker):
                 "processes": 1 if runtime is None else runtime.num_processes,
                 "accelerate": __version__,
                 "torch": torch.__version__,
-                **({"resumed": self.continued["mark"]} if self.continued.get("run") == self.run else {}),
+                **self._facts_of_continued_run(),
             }
         )
+
+    def _facts_of_continued_run(self) -> dict[str, Any]:
+        if self.continued.get("run") != self.run:
+            return {}
+        mark = self.continued.get("mark")
+        return {"taken_over": True} if mark is None else {"resumed": mark}
 
     def run_identity(self) -> dict[str, Any]:
         """Return the name of the run."""
@@ -184,10 +193,15 @@ class JSONLTracker(GeneralTracker):
         if self._file is not None:
             self._write_lost_records()
             self._write(end={"time": time.time()})
+            self.hand_over()
+
+    @on_main_process
+    def hand_over(self) -> None:
+        """Close the file."""
+        if self._file is not None:
             os.fsync(self._file)
             os.close(self._file)
-            self._file = None
-            phases.run_folder = None
+            self._file = phases.run_folder = None
 
     def _memory(self) -> dict[str, int]:
         host = {"memory/host": self._process.memory_info().rss}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedOperationException
+from ..runtime.collectives.operations import collective
 from ..runtime.devices.device import finest_float
 from ..runtime.group.runtime import Runtime
 from .values import is_number
@@ -18,6 +19,7 @@ from .values import is_number
 _OPERATIONS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
+@collective
 def reduced(values: Mapping[str, Any], operation: str) -> dict[str, Any]:
     """Return the values with every number replaced by the mean, sum, max or min over all ranks; all ranks call it.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from ..runtime import phases
 from ..runtime.devices.device import is_cpu
-from ..runtime.group.runtime import rank_of_this_process
+from ..runtime.group.runtime import Runtime, rank_of_this_process
+from ..runtime.membership.member import Member
 from .general import BlankTracker, GeneralTracker
 from .reducing import reduced
 from .registry import class_named, filter_trackers
@@ -22,6 +25,12 @@ from .writer import Record, Writer
 logger = logging.getLogger(__name__)
 
 _SECONDS_TO_DRAIN = 10.0
+
+# [Note: the main process changes]
+# Under `accelerate launch --survive` the main process may be lost, and its replacement becomes the main process when it
+# joins. The runs of the trackers are therefore known to all members, by the launcher's store. Whoever logs as the main
+# process for the first time reopens them, as after a resume, and whoever logs and is the main process no more closes
+# its part without ending the run.
 
 
 class Trackers:
@@ -39,6 +48,12 @@ class Trackers:
         self._started = False
         self._ended = False
         self._warned = False
+        self._is_strict = False
+        self._writes_as_main = False
+        """Whether this process writes because it is the main process of changing members."""
+        self._of_main: list[Writer] = []
+        """The writers that it then has, until another process is the main process."""
+        self._begun = 0
 
     def begin(
         self,
@@ -56,20 +71,57 @@ class Trackers:
             item if isinstance(item, GeneralTracker) else self._create(item, project_name, init_kwargs.get(item, {}))
             for item in self.requested
         ]
-        here = [tracker for tracker in self._objects if not tracker.main_process_only or rank_of_this_process() == 0]
-        self._writers = [Writer(tracker, strict=strict) for tracker in here]
-        for tracker in here:
-            if _writes_lost_records(tracker):
-                tracker.lost_records = self._lost_records  # type: ignore[attr-defined]
+        self._writers, self._is_strict = [], strict
         self._started, self._ended, self._warned = True, False, False
         self._config, self._number = config, StepCounter()
         self._number.next = self._resumed.get("next_step", 0)
         atexit.register(self.close)  # a script that ends early, or by an error, keeps its records
         resumed, self._resumed = self._resumed, {}
-        for writer in self._writers:
+        self._begun += 1
+        self._writes_as_main, self._of_main = False, []
+        member = _member()
+        is_main = member is None and rank_of_this_process() == 0
+        self._open([tracker for tracker in self._objects if is_main or not tracker.main_process_only], resumed)
+        if member is not None:
+            self._follow_main_process(member, resumed)
+
+    def _open(self, trackers: Sequence[GeneralTracker], resumed: Mapping[str, Any]) -> None:
+        """Open trackers on this process, and the runs that they continue."""
+        writers = [Writer(tracker, strict=self._is_strict) for tracker in trackers]
+        self._writers = [*self._writers, *writers]
+        for writer in writers:
+            if _writes_lost_records(writer.tracker):
+                writer.tracker.lost_records = self._lost_records  # type: ignore[attr-defined]
             if resumed or writer.tracker.continued:
                 writer.tracker.resume_run(resumed.get("runs", {}).get(writer.name, {}), self._number.next)
-            writer.begin(config)
+            writer.begin(self._config)
+
+    def _follow_main_process(self, member: Member, resumed: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Open trackers on the present main process, and close them where it was: [Note: the main process changes]."""
+        is_main = member.has_joined and rank_of_this_process() == 0
+        if is_main == self._writes_as_main:
+            return
+        self._writes_as_main = is_main
+        if is_main:
+            key, before = self._key_of_runs, self._writers
+            runs = {"runs": json.loads(member.store.get(key))} if member.store.check([key]) else resumed
+            self._open([tracker for tracker in self._objects if tracker.main_process_only], runs)
+            self._of_main = self._writers[len(before) :]
+            for writer in self._of_main:
+                writer.tracker.main_process_only = False  # this object says who writes, also what is still in a queue
+            self._announce_runs(member)
+        else:
+            self._writers = [writer for writer in self._writers if writer not in self._of_main]
+            for writer in self._of_main:
+                writer.finish(ends_run=False)
+                writer.tracker.main_process_only = True
+
+    @property
+    def _key_of_runs(self) -> str:
+        return f"trackers/{self._begun}"
+
+    def _announce_runs(self, member: Member) -> None:
+        member.store.set(self._key_of_runs, json.dumps({writer.name: writer.run() for writer in self._of_main}))
 
     def runs(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the run of each tracker, and the next step."""
@@ -93,6 +145,9 @@ class Trackers:
         self._number.next = runs["next_step"]
         for writer in self._writers:
             writer.resume_run(runs["runs"].get(writer.name, {}), runs["next_step"], self._config)
+        member = _member()
+        if member is not None and self._writes_as_main:
+            self._announce_runs(member)
 
     def _create(self, name: str, project_name: str, options: Mapping[str, Any]) -> GeneralTracker:
         tracker_class: Any = class_named(name)
@@ -113,10 +168,13 @@ class Trackers:
             return
         if reduce is not None:
             values = reduced(values, reduce)
+        member = _member()
+        if member is not None:
+            self._follow_main_process(member)
+        self._number(step)  # also where nothing is written: this process may become the main process
         if self._writers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
-            self._number(step)
             record = Record(_copied(values) | _straggler_metrics(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
@@ -143,6 +201,9 @@ class Trackers:
 
     def finish(self) -> None:
         """Close every run; a second call has no effect."""
+        member = _member()
+        if member is not None and self._started and not self._ended:
+            self._follow_main_process(member)
         self.close()
         for writer in self._writers:
             writer.raise_if_strict()
@@ -157,7 +218,7 @@ class Trackers:
         for is_last in (False, True):
             for writer in reversed(self._writers):
                 if _writes_lost_records(writer.tracker) == is_last:
-                    writer.finish()
+                    writer.finish(ends_run=not self._writes_as_main or rank_of_this_process() == 0)
 
     def _lost_records(self) -> dict[str, int]:
         return {writer.name: writer.lost for writer in self._writers if writer.lost}
@@ -179,6 +240,12 @@ class Trackers:
             self._warned = True
             logger.warning("%s is for %s, and log_with has no such tracker (it has %s): ignored.",
                            argument, ", ".join(unknown), ", ".join(sorted(names)) or "none")  # fmt: skip
+
+
+def _member() -> Member | None:
+    """Return this process as one of changing members; None without `accelerate launch --survive`."""
+    runtime = Runtime.existing()
+    return None if runtime is None else runtime.member
 
 
 def _writes_lost_records(tracker: GeneralTracker) -> bool:

@@ -136,13 +136,17 @@ class Writer:
         if config is not None:
             self.tracker.store_init_configuration(config)
 
-    def identity(self, mark: str) -> dict[str, Any]:
-        """Return the identity of the run for a checkpoint, and mark the checkpoint in the run if the tracker can."""
+    def run(self) -> dict[str, Any]:
+        """Return what another process needs to reopen the run."""
         try:
-            identity: dict[str, Any] = {} if self.disabled else plain(self.tracker.run_identity())
+            return {} if self.disabled else dict(plain(self.tracker.run_identity()))
         except Exception as error:  # a tracker must not make a checkpoint fail
             self._warn(f"does not tell which run it writes ({_describe(error)}); a resume begins a new one")
             return {}
+
+    def identity(self, mark: str) -> dict[str, Any]:
+        """Return the identity of the run for a checkpoint, and mark the checkpoint in the run if the tracker can."""
+        identity = self.run()
         if identity and hasattr(self.tracker, "mark_checkpoint"):
             self.put(Record({}, None, {}, mark=mark))
             identity["mark"] = mark
@@ -221,8 +225,8 @@ class Writer:
         self._flush_requested = False
         return self._thread is None or not self._thread.is_alive() or not self.backlog
 
-    def finish(self) -> None:
-        """Store the remaining records, and close the run."""
+    def finish(self, *, ends_run: bool = True) -> None:
+        """Store the remaining records, and close the run; without `ends_run` another process goes on with it."""
         seconds = SECONDS_TO_FINISH
         self._finishing.set()
         if not self.drain(min(2.0, seconds)):
@@ -239,7 +243,10 @@ class Writer:
             self._thread.join(seconds)
         if not self.disabled:
             try:
-                self.tracker.finish()
+                if ends_run:
+                    self.tracker.finish()
+                else:
+                    self.tracker.hand_over()
             except Exception as error:
                 self._store_error(error)
                 if not _script_has_failed():  # otherwise that failure is the one to report

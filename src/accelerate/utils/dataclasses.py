@@ -27,6 +27,7 @@ from ..config.plugins.handlers import (
     ProjectConfiguration,
 )
 from ..config.plugins.megatron import MegatronLMPlugin
+from ..config.plugins.offload import OffloadConfig
 from ..config.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "LoggerType",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
+    "OffloadConfig",
     "ParallelismConfig",
     "PipelineConfig",
     "PrecisionType",

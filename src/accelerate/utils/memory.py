@@ -1,5 +1,7 @@
 """Published path of the memory helpers; they live in `accelerate.memory`."""
 
+from ..parallel.modules.memory.activations import recompute_activations
+from ..parallel.modules.memory.losses import linear_cross_entropy
 from ..runtime.devices.memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -7,4 +9,11 @@ from ..runtime.devices.memory import (
     should_reduce_batch_size,
 )
 
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+__all__ = [
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "linear_cross_entropy",
+    "recompute_activations",
+    "release_memory",
+    "should_reduce_batch_size",
+]

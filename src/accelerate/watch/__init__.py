@@ -9,14 +9,17 @@ import torch.distributed as dist
 
 from ..config.environment import read_setting
 from ..runtime.group.runtime import Runtime
+from ..runtime.membership.member import Member
 
 if TYPE_CHECKING:
+    from .hangs.members import MemberWatcher
     from .hangs.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SECONDS = 30.0
 _running: Watcher | None = None
+_of_member: MemberWatcher | None = None
 
 
 def watch(runtime: Runtime) -> None:
@@ -26,6 +29,9 @@ def watch(runtime: Runtime) -> None:
     the group.
     """
     global _running
+    if runtime.member is not None:
+        _watch_member(runtime, runtime.member)
+        return
     if _running is not None and not _running.watches_open_group():
         _running.stop(announce=False)
         _running = None
@@ -35,9 +41,23 @@ def watch(runtime: Runtime) -> None:
         runtime.shutdown_hooks.append(_running.stop)
 
 
-def _start(runtime: Runtime) -> Watcher | None:
+def _watch_member(runtime: Runtime, member: Member) -> None:
+    """Ensure that a process whose peers change has one watcher, which outlives its process groups."""
+    global _of_member
+    if _of_member is None and _seconds() > 0:
+        from .hangs.members import MemberWatcher
+
+        _of_member = MemberWatcher(member, _seconds(), read_setting("replace_hung_after"), runtime.device)
+        runtime.shutdown_hooks.append(_of_member.stop)
+
+
+def _seconds() -> float:
     seconds = read_setting("hang_seconds")
-    seconds = DEFAULT_SECONDS if seconds is None else seconds
+    return DEFAULT_SECONDS if seconds is None else float(seconds)
+
+
+def _start(runtime: Runtime) -> Watcher | None:
+    seconds = _seconds()
     if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.belongs_to_this_process():
         return None
     from .hangs.watcher import Watcher

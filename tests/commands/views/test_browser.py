@@ -12,7 +12,7 @@ import pytest
 from accelerate.commands.views.page.page import build_page
 from accelerate.commands.views.runs.finding import read_runs
 from tests.commands.views.browser import PROGRAM, Browser
-from tests.commands.views.writing import START, end, start, values, write_run
+from tests.commands.views.writing import LEFT_AND_JOINED, START, end, lines, start, values, write_run
 from tests.timing import limit
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
@@ -262,3 +262,24 @@ def test_a_page_of_a_hundred_and_fifty_long_curves_scrolls(browser: Browser, tmp
     # 17 ms on an idle machine without a graphics card. The bound is far above it, and far below what
     # drawing all charts in every frame would take.
     assert frames[len(frames) // 2] < limit(100)
+
+
+def test_who_left_and_who_joined_is_marked_in_charts_and_listed(browser: Browser, tmp_path: Path) -> None:
+    records = [values(i, **{"train/loss": 1}) for i in range(21)]
+    write_run(tmp_path / "run", start(), *records, end(START + 20))
+    browser.open(write_page(tmp_path))
+    before = painted(browser, 0)
+    (tmp_path / "run" / "replicas.jsonl").write_text(lines(LEFT_AND_JOINED))
+    browser.open(write_page(tmp_path))
+    assert painted(browser, 0) > before + 200
+    browser.mouse("mouseMoved", *at(plot(browser, 0), 4 / 20))
+    browser.settle()
+    assert texts(browser, "#tooltip .change") == ["rank 2 was killed by SIGKILL; 3 of 4 replicas"]
+    assert texts(browser, "#replicas th")[2] == "run: 2 replacements, 0.4 s lost of 2.4 min"
+    assert texts(browser, "#replicas tbody tr:nth-child(2) td")[1:] == [
+        "12",
+        "rank 2 joined after 8.0 s",
+        "0.18 s",
+        "4 of 4",
+    ]
+    assert browser.run("document.documentElement.dataset.errors") == "0"

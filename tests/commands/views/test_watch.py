@@ -11,7 +11,7 @@ import pexpect
 import pytest
 
 from tests.commands.views.page.test_page import data_of
-from tests.commands.views.writing import append, end, start, values, write_run
+from tests.commands.views.writing import LEFT_AND_JOINED, append, end, lines, start, values, write_run
 from tests.launching import COMMAND, Launched, environment, run_accelerate
 from tests.timing import limit
 
@@ -133,3 +133,18 @@ def test_the_page_shows_the_ranks_too(tmp_path: Path, run: Path) -> None:
         "slow": [1, "data"],
         "message": [20, TOLD],
     }
+
+
+def test_who_left_and_who_joined_is_listed_with_its_cost(tmp_path: Path, run: Path) -> None:
+    (run / "replicas.jsonl").write_text(lines(LEFT_AND_JOINED))
+    seen = watch(tmp_path, COLUMNS="96")  # also before the times of steps are known
+    assert seen.code == 0, seen.complaints
+    printed = seen.printed.splitlines()
+    assert printed[2] == "3 of 4 replicas train · 2 replacements, 0.4 s lost of 2.4 min"
+    assert printed[4].endswith(" ago    0.21 s         3  rank 2 was killed by SIGKILL")
+    assert printed[5].endswith(" ago    0.18 s         4  rank 2 joined after 8.0 s")
+    assert printed[6].endswith(" ago                   3  rank 1 left: no sign of life for 15 s")
+    write_windows(run, window(10))
+    both = watch(tmp_path, COLUMNS="96").printed
+    assert "80.0" in both
+    assert "rank 2 joined after 8.0 s" in both

@@ -42,3 +42,20 @@ def write_loss(folder: Path, steps: int = 20, *, ended: bool = True, project: st
     """Write a run whose loss falls."""
     logged = [values(step, loss=1 / (1 + step)) for step in range(steps)]
     return write_run(folder, start(project), {"config": {"lr": 0.1}}, *logged, *([end(START + steps)] * ended))
+
+
+def _change(number: int, second: float, kind: str, rank: int, reason: str, replicas: int) -> dict[str, Any]:
+    event = {"time": START + second, "event": number, "kind": kind, "ranks": [rank], "reason": reason}
+    return {**event, "replicas": replicas, "of": 4}
+
+
+LEFT_AND_JOINED: list[dict[str, Any]] = [
+    _change(1, 4.5, "left", 2, "rank 2 was killed by SIGKILL", 3),
+    {"event": 1, "seconds": 0.21},
+    {"total": {"time": START + 5, "replacements": 1, "seconds": 0.21, "of_seconds": 60.0}},
+    _change(2, 12.5, "joined", 2, "", 4),
+    {"event": 2, "seconds": 0.18},
+    _change(3, 15.5, "left", 1, "no sign of life for 15 s", 3),
+    {"total": {"time": START + 16, "replacements": 2, "seconds": 0.39, "of_seconds": 144.0}},
+]
+"""The lines of `replicas.jsonl` of a run of about twenty seconds, as the launcher writes them."""

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint.formats import mapping
-from accelerate.checkpoint.formats.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.inference.offload.weights import SafetensorsFile, TensorFile
+from accelerate.runtime.streams import mapping
+from accelerate.runtime.streams.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,

@@ -23,8 +23,8 @@ from accelerate.commands.views.terminal.ranks import Ranks, watched_run
 from accelerate.runtime import phases
 from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
 from accelerate.watch.stragglers.exchange import Exchange
-from accelerate.watch.stragglers.judging import CONSECUTIVE, Finding, Judge, slow_ranks
-from accelerate.watch.stragglers.windows import FEWEST_STEPS, KEPT, Windows, summary, unpack
+from accelerate.watch.stragglers.judging import CONSECUTIVE, Finding, Judge, Window, slow_ranks
+from accelerate.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack
 from tests.ranks import run_on_ranks
 
 SLOW_RANK = 2
@@ -255,3 +255,11 @@ def test_rank_0_makes_windows_of_fast_steps_longer_and_of_slow_ones_short_again(
     exchange.poll()
     assert int(store.get("phases/length")) < (clock.rows.maxlen or 0), "it can be completed"
     assert len(store.get("phases/0")) == KEPT * 17 * 8, "what a rank publishes does not grow"
+
+
+def test_windows_of_members_carry_their_own_names() -> None:
+    finding = Finding(rank=2, phase=phases.DATA, seconds=0.2, usual=0.1, cost=0.5, also=(1,))
+    window = Window(ranks=[0, 1, 2], rows=np.zeros((3, FIELDS)), finding=finding).renamed((0, 2, 5))
+    assert window.ranks == [0, 2, 5]
+    assert str(window.finding).startswith("Rank 5 is slow in waiting for data")
+    assert str(window.finding).endswith("Rank 2 too.")

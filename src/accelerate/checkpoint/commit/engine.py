@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ...runtime.streams.mapping import THREADS
 from ..formats import codec
-from ..formats.mapping import THREADS
 from ..formats.saving import flush, on_host
 from ..group import CheckpointGroup
 from ..layout import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parallel.modules.dtensors import dtensor_like, local
 from ...runtime.collectives.nested import leaves
 from ...runtime.devices import device as devices
-from ..formats.mapping import THREADS
+from ...runtime.streams.mapping import THREADS
 from ..formats.saving import storage_key
 
 

@@ -56,7 +56,10 @@ class Announcements:
 
     def next_save(self, target: str | None, micro_batch: int, loaders: Sequence[Any]) -> str:
         """Return the key of the save that begins now, the same on every rank."""
-        position = "/".join([target or "automatic", str(micro_batch), *map(_position_of, loaders)])
+        progress = [str(micro_batch), *map(_position_of, loaders)]
+        if (recovery := self.runtime.recovery) is not None:  # what members that come and go have in common
+            progress = [str(recovery.member.epoch), str(recovery.exchanges)]
+        position = "/".join([target or "automatic", *progress])
         self.runtime.saves[position] += 1
         return f"{position}/{self.runtime.saves[position]}"
 
@@ -82,8 +85,10 @@ class Announcements:
             self._count(save, "added", 1)
 
     def _wait_for_count(self, save: str, what: str, number: int, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        until, member = time.monotonic() + seconds, self.runtime.member
         while self._count(save, what) < number and time.monotonic() < until:
+            if member is not None and member.has_lost_one:
+                return
             time.sleep(0.005)
 
     def _count(self, save: str, what: str, more: int = 0) -> int:
@@ -130,7 +135,7 @@ class Announcements:
 
     def _await_announcement(self, save: str, what: str) -> dict[str, Any]:
         message: dict[str, Any] = json.loads(
-            self.runtime.wait_for_key(self._store, f"{self.coordinator}/{save}/{what}")
+            self.runtime.wait_for_key(self._store, f"{self.coordinator}/{save}/{what}", self.coordinator)
         )
         if "error" in message:
             raise CheckpointError(message["error"])

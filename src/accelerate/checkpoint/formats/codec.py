@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ...runtime.collectives.nested import leaves
+from ...runtime.streams.mapping import copy_storages
 from ..layout import FileFacts
-from .mapping import copy_storages
 
 _BLOCK = 1 << 25
 _PIECE = 1 << 20

@@ -109,6 +109,12 @@ class ClusterConfig(BaseConfig):
     # Keys of this library only. accelerate 1.15 refuses a file that has them, so they are written only if set.
     rdzv_conf: str | None = None
     max_restarts: int | None = None
+    survive: bool | None = None
+    replace_hung_after: float | None = None
+    check_replicas_every: int | None = None
+    memory_copies_every: int | None = None
+    memory_copies_dir: str | None = None
+    offload_training: str | None = None
     monitor_interval: float | None = None
     grace_period: float | None = None
     log_dir: str | None = None

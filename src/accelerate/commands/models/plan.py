@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +119,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     cluster, catalogue = _cluster(args)
     if args.search and cluster is None:
         raise ValueError("--search compares times and memory on devices: give --gpus.")
-    with tempfile.TemporaryDirectory(prefix="accelerate_plan_") as folder:
+    with _temporary_folder() as folder:
         make_traces = partial(
             Traces,
             args,
@@ -124,15 +127,25 @@ def _plan(args: argparse.Namespace) -> Plan:
             ranks_per_node=cluster.node.devices if cluster is not None else 8,
             on_accelerators=cluster is not None and cluster.device.name != "cpu",
         )
-        traces = make_traces(Path(folder))
+        traces = make_traces(folder)
         plan = plan_run(traces.get, args.training_script, cluster, args.gpus or "", catalogue)
         if args.search:
             assert cluster is not None
-            plan.candidates = Proposals(args, cluster, Path(folder), make_traces).find(plan, traces)
+            plan.candidates = Proposals(args, cluster, folder, make_traces).find(plan, traces)
             _write_files(args.search_files, plan)
     plan.cost = cost_of(plan, steps=args.steps, tokens=args.tokens, price=args.price)
     plan.planned_in = time.monotonic() - began
     return plan
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Make a folder for the traces. Python's own would be deleted by the first forked process that ends."""
+    folder = Path(tempfile.mkdtemp(prefix="accelerate_plan_"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_files(folder: str | None, plan: Plan) -> None:

@@ -26,7 +26,8 @@ from ...config.launch.options import BY_NAME, OPTIONS, as_flags
 from ...config.launch.parser import explicit_options
 from ...config.launch.settings import LaunchSettings
 from ..config.building import config_from_options
-from .traces import PlanError, Traces
+from .refusals import PlanError
+from .traces import Traces
 
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _OFFLOAD = "fsdp_offload_params"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
+import signal
 import sys
 import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,23 +23,17 @@ from ...accelerator.planning.plan import Part
 from ...accelerator.planning.searching.changes import change_settings_in_code
 from ...accelerator.planning.searching.choices import Choice
 from ...accelerator.planning.trace import Trace, read_trace
-from ...accelerator.planning.tracing.script import Request, trace_script
+from ...accelerator.planning.tracing.host.progress import read_progress
+from ...accelerator.planning.tracing.script import PROGRESS, Request, trace_script
 from ...config.launch.files import find_config
 from ...config.launch.options import OPTIONS
 from ...config.launch.parser import explicit_options
 from ...config.launch.settings import LaunchSettings
 from ...launch.plan import make_plan
 from ...launch.processes.forked import Failure, World, run_several
+from .refusals import STILL_RUNNING, PlanError, too_few_steps, why_not
 
 _AT_ONCE = 2
-
-
-class PlanError(ValueError):
-    """Report a script that cannot be planned, where it stopped, and what to do.
-
-    The message names the line of the script. Lines that need the numbers of a tensor can be left out of the first two
-    steps, or written without them.
-    """
 
 
 class Traces:
@@ -79,7 +75,7 @@ class Traces:
         for part, failure in zip(missing, failures, strict=True):
             output = self._output(part)
             if failure is not None or not output.exists():
-                raise _error(part, failure, self._plan.script[0])
+                raise _error(part, failure, self._plan.script[0], output, self._world_size)
             self._known[part] = read_trace(output)
             output.unlink()
         return [self._known[part] for part in parts]
@@ -112,7 +108,7 @@ class Traces:
             port=1,
             variables=variables,
             folder=self._folder / f"rank_{part.rank}_{part.blocks and part.blocks[0]}",
-            before=partial(_prepare, request, self._choice),
+            before=partial(_prepare, request, self._choice, self._args.seconds_per_run),
         )
 
     def _output(self, part: Part) -> Path:
@@ -146,70 +142,23 @@ def _is_installed(package: str) -> bool:
     return spec is not None and (spec.origin or "").startswith(sysconfig.get_path("purelib"))
 
 
-def _prepare(request: Request, choice: Choice | None) -> None:
+def _prepare(request: Request, choice: Choice | None, seconds: float) -> None:
+    signal.signal(signal.SIGALRM, _tell_place)
+    signal.setitimer(signal.ITIMER_REAL, max(0.9 * seconds, seconds - 5))
     trace_script(request)
     if choice is not None:
         change_settings_in_code(choice)
 
 
-def _error(part: Part, failure: Failure | None, script: str) -> PlanError:
+def _tell_place(number: int, frame: FrameType | None) -> None:
+    """Print where the script is shortly before its time is over, so that a message can name the line."""
+    print(STILL_RUNNING, file=sys.stderr)
+    traceback.print_stack(frame)
+    sys.stderr.flush()
+
+
+def _error(part: Part, failure: Failure | None, script: str, output: Path, world_size: int) -> PlanError:
     if failure is None:
-        return PlanError(
-            f"rank {part.rank} ended without an optimizer step. The script must give its model and optimizer to "
-            "prepare(), and have enough batches for two steps."
-        )
+        progress = read_progress(output.with_suffix(PROGRESS))
+        return PlanError(too_few_steps(progress, script, part.rank, world_size))
     return PlanError(f"{why_not(failure.reason, failure.log, script)} (as rank {part.rank})")
-
-
-def why_not(reason: str, log: str, script: str) -> str:
-    """Return the line of the user's at which a script ended, the cause in one sentence, and what to do."""
-    lines = log.rstrip().splitlines()
-    if not any(line.startswith("Traceback") for line in lines):
-        shown = "\n".join(f"    {line}" for line in lines[-_SHOWN_LINES:])
-        return f"{script} {reason}.{' It printed last:' if shown else ''}\n{shown}"
-    start = max(index for index, line in enumerate(lines) if line.startswith("Traceback"))
-    place, code = _last_place(lines[start:], str(Path(script).parent))
-    cause = next((line for line in lines[start:][::-1] if _ERROR.match(line)), lines[-1])
-    known = next(((why, remedy) for words, why, remedy in _CAUSES if words in cause), None)
-    text = f"{place or script} cannot be planned:\n    {code}\n    {cause[:_LONGEST]}\n"
-    return text if known is None else f"{text}  why: {known[0]}\n  do:  {known[1]}\n"
-
-
-def _last_place(lines: list[str], folder: str) -> tuple[str, str]:
-    """Return file and line of the innermost frame in the user's folder, and its code."""
-    found = [
-        (f"{match[1]}:{match[2]}", lines[index + 1].strip() if index + 1 < len(lines) else "")
-        for index, line in enumerate(lines)
-        if (match := re.match(r'  File "(.+)", line (\d+)', line))
-        if match[1].startswith(folder) and not match[1].startswith((_OURS, *_installed_below(folder)))
-    ]
-    return found[-1] if found else ("", "")
-
-
-def _installed_below(folder: str) -> list[str]:
-    """Return where packages are installed, unless the script is one of them."""
-    return [path for path in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")) if path not in folder]
-
-
-_OURS = str(Path(__file__).parents[2])
-_SHOWN_LINES, _LONGEST = 12, 400
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
-_LEAVE_OUT = (
-    "compute it without the numbers of tensors, or leave it out of the first two steps "
-    '(`if os.environ.get("ACCELERATE_PLAN") is None:`).'
-)
-_CAUSES = (
-    ("DataDependentOutput", "this needs numbers of a tensor, and planned tensors have none.", _LEAVE_OUT),
-    ("DynamicOutputShape", "the shape of its result depends on numbers, and planned tensors have none.", _LEAVE_OUT),
-    ("data pointer", "a kernel outside of torch reads the memory of a tensor, and planned tensors have none.",
-     "use the implementation in torch while planning, such as attn_implementation=\"sdpa\"."),
-    ("split_with_sizes", "sizes that were read from a tensor have to sum to a length; a plan has no such numbers.",
-     _LEAVE_OUT),
-    ("CUDA", "the script asks for a GPU by itself, and a plan runs without one.",
-     "take the device from accelerator.device."),
-    ("NVIDIA driver", "the script asks for a GPU by itself, and a plan runs without one.",
-     "take the device from accelerator.device."),
-    ("offline", "a file of the hub is not on this machine; a plan needs the config and the tokenizer, no weights.",
-     "download them once, or name a local folder."),
-)  # fmt: skip
-"""Words of an error, why a plan meets it, and what to do."""

@@ -103,6 +103,8 @@ DYNAMO_BACKENDS = (
     *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm"),  # the typo is published
 )
 
+OFFLOAD_PLACEMENTS = ("host", "disk")
+
 _LAUNCH = (
     Option(
         name="cpu", help="run on the CPU even if there are accelerators", group=HARDWARE, switch=True, default=False,
@@ -113,6 +115,10 @@ _LAUNCH = (
     Option(
         name="mixed_precision", help="number format of the forward pass", group=RESOURCES,
         choices=tuple(PrecisionType.list()), yaml="mixed_precision", variable="ACCELERATE_MIXED_PRECISION",
+    ),
+    Option(
+        name="offload_training", help="keep the repeated blocks of models here, and two of them on the device",
+        group=RESOURCES, choices=OFFLOAD_PLACEMENTS, yaml="offload_training", variable="ACCELERATE_OFFLOAD_TRAINING",
     ),
     Option(
         name="num_processes", help="processes on all machines together; default: one per accelerator, else one",
@@ -166,6 +172,28 @@ _LAUNCH = (
     Option(
         name="max_restarts", help="restarts of all processes after a failure", group=MACHINES, read=int, default=0,
         yaml="max_restarts",
+    ),
+    Option(
+        name="survive", help="replace a process that dies, while the other replicas continue", group=MACHINES,
+        switch=True, default=False, read=yes_no, yaml="survive", variable="ACCELERATE_SURVIVE",
+    ),
+    Option(
+        name="replace_hung_after",
+        help="with --survive: replace a process that keeps the others waiting for so many seconds",
+        group=MACHINES, read=float, yaml="replace_hung_after", variable="ACCELERATE_REPLACE_HUNG_AFTER",
+    ),
+    Option(
+        name="check_replicas_every", help="compare the parameters of replicas to the bit every N optimizer steps",
+        group=MACHINES, read=int, yaml="check_replicas_every", variable="ACCELERATE_CHECK_REPLICAS_EVERY",
+    ),
+    Option(
+        name="memory_copies_every", group=MACHINES, read=int, yaml="memory_copies_every",
+        variable="ACCELERATE_MEMORY_COPIES_EVERY",
+        help="optimizer steps between two copies of the state in host memory, from which restarted processes go on",
+    ),
+    Option(
+        name="memory_copies_dir", group=MACHINES, yaml="memory_copies_dir", variable="ACCELERATE_MEMORY_COPIES_DIR",
+        help="folder of the copies, which a later launch finds; default: one in /dev/shm for this launch only",
     ),
     Option(
         name="monitor_interval", help="seconds between two checks of the processes", group=MACHINES, read=float,

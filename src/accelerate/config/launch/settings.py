@@ -41,6 +41,11 @@ class LaunchSettings:
     rdzv_conf: str = ""
     role: str = "default"
     max_restarts: int = 0
+    survive: bool = False
+    replace_hung_after: float | None = None
+    check_replicas_every: int | None = None
+    memory_copies_every: int | None = None
+    memory_copies_dir: str | None = None
     monitor_interval: float = 0.1
     grace_period: float = 30.0
     mpirun_hostfile: str | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...errors import UnsupportedSettingError
 from ...errors.callers import warn
 from ...runtime import phases
 from ...runtime.collectives.nested import named_leaves, send_to_device
@@ -18,6 +19,7 @@ from ...runtime.devices import xla
 from ...runtime.loop.gradient_state import GradientState
 from ...runtime.loop.progress import progress
 from ..metrics import PartialRound
+from ..order.dealt import DealtIndices
 from ..order.indices import IndexSource
 from ..order.orders import OrderState, innermost_sampler
 from ..order.position import Position, PositionError
@@ -50,6 +52,8 @@ class PreparedLoader(DataLoader[Any]):
     split_batches = False
     is_stateful = False
     """Whether this is also torchdata's `StatefulDataLoader`."""
+    dealing: DealtIndices | None = None
+    """How samples are dealt out among members that come and go; None where all ranks stay."""
     _is_accelerate_prepared = True
 
     def __init__(
@@ -224,7 +228,7 @@ class PreparedLoader(DataLoader[Any]):
             position = Position(
                 epoch=self.iteration, batches=self.skip_batches, begun=False, order=self.order_state.key_of_next_epoch()
             )
-        elif self.end_of_dataloader:
+        elif self._has_consumed_all():
             position = Position(epoch=self.iteration + 1, begun=False, order=self.order_state.key_of_next_epoch())
         else:
             position = Position(
@@ -233,8 +237,9 @@ class PreparedLoader(DataLoader[Any]):
                 order=self.order_state.key(),
                 dataset=self._dataset_state(),
             )
+        first_seed = None if self.dealing is None else self.dealing.first_seed
         return {
-            **position.to_dict(),
+            **replace(position, first_seed=first_seed).to_dict(),
             "batch_size": self.base_batch_size,
             "num_processes": self.num_processes,
         }
@@ -244,6 +249,8 @@ class PreparedLoader(DataLoader[Any]):
         position = Position.from_dict(state_dict)
         position.batches_of(self.base_batch_size)  # fail early if it does not fit
         self._require_same_world_size(position)
+        if self.dealing is not None and position.first_seed is not None:
+            self.dealing.first_seed = position.first_seed
         self._resume = position
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
@@ -251,6 +258,10 @@ class PreparedLoader(DataLoader[Any]):
     def is_mid_epoch(self) -> bool:
         """Return whether an epoch has begun and has more batches."""
         return self._is_in_epoch and not self.end_of_dataloader
+
+    def _has_consumed_all(self) -> bool:
+        """Return whether a position after the last batch belongs to the next epoch."""
+        return self.end_of_dataloader
 
     def rewind(self) -> None:
         """Restart the epoch of a loaded position at its first batch, in the same order."""
@@ -286,7 +297,19 @@ class PreparedLoader(DataLoader[Any]):
 
     # --- iterating ------------------------------------------------------------------------------------------------
 
+    def enable_dealing(self, members: tuple[int, ...], rank: int) -> None:
+        """Deal samples out among the present members from the next epoch on; refuse where that is not possible."""
+        raise UnsupportedSettingError(
+            "dispatch_batches=True",
+            "The main process reads for all others, and no rank can read what a lost one has not trained on.",
+            "Use DataLoaderConfiguration(dispatch_batches=False) with a map-style data set.",
+        )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.dealing is not None:
+            if self._is_in_epoch and self._resume is None:  # left early: a new member begins with the next one, too
+                self.set_epoch(self.iteration + 1)
+            self.dealing.reach_window()
         resume, self._resume = self._resume, None
         if resume is not None:
             self._propagate_epoch(resume.epoch)
@@ -298,7 +321,7 @@ class PreparedLoader(DataLoader[Any]):
         self.cursor.batches = self._start
         self.reset()
         self.remainder = self._real_samples_in_last_round()
-        self._before_epoch()
+        self._before_epoch(resume)
         mine = self._current = object()
         self.begin()
         try:
@@ -314,14 +337,21 @@ class PreparedLoader(DataLoader[Any]):
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Count the time spent waiting for batches, if the phase clock runs."""
         clock = phases.clock
-        return rounds if clock is None else clock.measure_batches(rounds, self._phase)
+        timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
+        return timed if self.gradient_state.between_batches is None else self._with_bodies(timed)
+
+    def _with_bodies(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Report every completed body of the loop, before the next batch is read."""
+        for batch in rounds:
+            yield batch
+            self.gradient_state._complete_body(self)
 
     @property
     def _phase(self) -> int:
         """The phase that waiting for a batch is counted as."""
         return phases.DATA
 
-    def _before_epoch(self) -> None:
+    def _before_epoch(self, resume: Position | None) -> None:
         """Run the collectives that precede an epoch."""
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:

@@ -20,12 +20,13 @@ from ..order.indices import SkipBatchSampler
 from ..order.orders import sized_sampler
 from ..order.position import Position, PositionError
 from ..order.sharding import BatchSamplerShard
-from .base import PreparedLoader, marking_last
+from .base import marking_last
+from .dealt import DealtLoader
 from .stateful import stateful_class
 from .streams import BatchOfLastRound, IterableDatasetShard
 
 
-class DataLoaderShard(PreparedLoader):
+class DataLoaderShard(DealtLoader):
     """A loader whose process reads its own shard."""
 
     def __init__(
@@ -116,7 +117,9 @@ class DataLoaderShard(PreparedLoader):
                 f"processes only and this run has {self.num_processes}: resume on {position.num_processes}."
             )
 
-    def _before_epoch(self) -> None:
+    def _before_epoch(self, resume: Position | None) -> None:
+        if self.dealing is not None and resume is not None and resume.begun:
+            return  # the other members are in this epoch already
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         if not self._has_checked_steps:
@@ -157,6 +160,9 @@ class DataLoaderShard(PreparedLoader):
         return phases.WAITING if self._presharded else phases.DATA  # presharded ranks synchronise at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
+        if self.dealing is not None:
+            yield from self._dealt_rounds(self.dealing, resume)
+            return
         place = self._placement()
         batches = self._open(resume)
         last = self._last_index()

@@ -33,10 +33,12 @@ class Position:
     """The state of a stateful iterable data set."""
     num_processes: int = 1
     """The number of processes when this was saved."""
+    first_seed: int | None = None
+    """What the seeds of all epochs are derived from, where members come and go."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "first_seed" or value is not None}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Position:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.formats.mapping import is_mapped
+from ...runtime.streams.mapping import is_mapped
 from ..tensors import Device, named_module_tensors, set_module_tensor_to_device
 from .hooks import AlignDevicesHook, SequentialHook
 

@@ -8,19 +8,17 @@ copied on a stream of their own; else they are copied when their layer is called
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ...checkpoint.formats.mapping import prefetch_pages, release_pages
 from ...checkpoint.formats.saving import storage_key
-from ...runtime.devices.device import activate, allocatable_memory, has_streams, is_cpu, pinned
+from ...runtime.devices.device import allocatable_memory, has_streams, is_cpu, pinned
+from ...runtime.streams.mapping import prefetch_pages, release_pages
+from ...runtime.streams.read_ahead import ReadAhead
 
 
 class Layer:
@@ -67,13 +65,14 @@ class Loaded(NamedTuple):
     """The weights of a layer that were loaded ahead."""
 
     weights: dict[str, Tensor]
+    device: torch.device
     copied: torch.Event | None = None
     """When the weights are on the device, if they are being copied there."""
 
-    def ready_on(self, device: torch.device) -> dict[str, Tensor]:
+    def ready(self) -> dict[str, Tensor]:
         """Return the weights; what the current stream does from now on waits for them."""
         if self.copied is not None:
-            computing = torch.accelerator.current_stream(device)
+            computing = torch.accelerator.current_stream(self.device)
             computing.wait_event(self.copied)
             for weight in self.weights.values():
                 weight.record_stream(computing)  # their memory is of the stream that copied
@@ -95,15 +94,9 @@ class WeightStream:
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._next_layers: dict[Layer, Layer] = {}
-        self._last_added: Layer | None = None
-        self._last_used: Layer | None = None
-        self._prefetched: tuple[Layer, torch.device, Future[Loaded]] | None = None
+        self._ahead: ReadAhead[Layer, Loaded] = ReadAhead(discard=Layer.release)
         self._copying: torch.Stream | None = None
         self._largest = 0
-        self._lock = threading.Lock()
-        self._reader: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
 
     @classmethod
     def of(cls, source: Any) -> WeightStream:
@@ -115,53 +108,37 @@ class WeightStream:
 
     def add(self, layer: Layer) -> None:
         """Append a layer to the expected order."""
-        if self._last_added is not None:
-            self._next_layers[self._last_added] = layer
-        self._last_added = layer
+        self._ahead.add(layer)
 
     def fetch(self, layer: Layer, device: torch.device) -> dict[str, Tensor]:
         """Return the weights of a layer, and start to prefetch those of the next one."""
-        with self._lock:
-            prefetched, self._prefetched = self._prefetched if self._process == os.getpid() else None, None
-            if self._last_used is not None and self._last_used is not layer:
-                self._next_layers[self._last_used] = layer
-            self._last_used = layer
-        if prefetched is not None and prefetched[0] is layer and prefetched[1] == device:
-            weights = prefetched[2].result().ready_on(device)
-        else:
-            if prefetched is not None and not prefetched[2].cancel() and prefetched[2].exception() is None:
-                prefetched[0].release()
-            weights = layer.load(device)
-        self._prefetch(self._next_layers.get(layer), device, _num_bytes_on_host(weights))
+        loaded = self._ahead.take(layer)
+        if loaded is not None and loaded.device != device:
+            layer.release()
+            loaded = None
+        weights = layer.load(device) if loaded is None else loaded.ready()
+        following = self._ahead.next_of(layer)
+        if following is not None:
+            self._prefetch(following, device, _num_bytes_on_host(weights))
         return weights
 
-    def _prefetch(self, layer: Layer | None, device: torch.device, still_to_place: int) -> None:
-        if layer is None:
-            return
+    def _prefetch(self, layer: Layer, device: torch.device, still_to_place: int) -> None:
         # Asked here, where no other thread allocates: while the reader asks, this thread places the present layer.
         room = allocatable_memory(device) - still_to_place if has_streams(device) else 0
-        with self._lock:
-            if self._prefetched is None:
-                if self._reader is None or self._process != os.getpid():  # a forked process has no threads
-                    self._reader = ThreadPoolExecutor(
-                        1, thread_name_prefix="weights", initializer=activate, initargs=(device,)
-                    )
-                    self._process = os.getpid()
-                    finalize(self, self._reader.shutdown, wait=False)
-                self._prefetched = layer, device, self._reader.submit(self._load_ahead, layer, device, room)
+        self._ahead.start(layer, lambda: self._load_ahead(layer, device, room), device)
 
     def _load_ahead(self, layer: Layer, device: torch.device, room: int) -> Loaded:
         weights = layer.load(device)
         on_host = {id(weight): weight for weight in weights.values() if is_cpu(weight.device)}
         self._largest = max(self._largest, _num_bytes_on_host(weights))
         if not on_host or room < 2 * self._largest:  # one for the layer, and one for what the layer before it computes
-            return Loaded(weights)
+            return Loaded(weights, device)
         if self._copying is None or self._copying.device != device:
             self._copying = torch.Stream(device)
         with self._copying:
             copies = {each: weight.detach().to(device, non_blocking=True) for each, weight in on_host.items()}
         copied = self._copying.record_event()
-        return Loaded({name: copies.get(id(weight), weight) for name, weight in weights.items()}, copied)
+        return Loaded({name: copies.get(id(weight), weight) for name, weight in weights.items()}, device, copied)
 
     def __deepcopy__(self, memo: Any) -> WeightStream:
         return self  # a copy of a model reads the same weights

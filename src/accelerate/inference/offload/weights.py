@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.formats import codec
-from ...checkpoint.formats.mapping import MappedFile, read_into, release_pages
 from ...runtime.devices.device import is_cpu
+from ...runtime.streams.mapping import MappedFile, read_into, release_pages
 from ..tensors import proper_dtype
 
 Index = dict[str, dict[str, Any]]

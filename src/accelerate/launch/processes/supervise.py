@@ -17,6 +17,7 @@ from ...errors import REQUEUE_EXIT_CODE, LaunchError
 from ...runtime.group.network import is_local_address, local_address_towards
 from ..console import notify
 from ..machines import preflight
+from ..machines.memory import copies_of
 from ..plan import Plan, worker_command
 from .guard import Guard
 from .signals import exit_at_once, handled_by
@@ -24,7 +25,7 @@ from .verdict import judge, panel
 from .worker import LAUNCHER_PID
 
 if TYPE_CHECKING:
-    from .elastic import Outcome
+    from .elastic.job import Outcome
 
 
 def supervise(settings: LaunchSettings, plan: Plan) -> int:
@@ -35,7 +36,7 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
         # The launcher reports a lost machine itself; torch's store would print its C++ stack.
         silence = {} if settings.debug else {"TORCH_CPP_LOG_LEVEL": read("TORCH_CPP_LOG_LEVEL") or "ERROR"}
         with patch_environment(**silence):
-            from . import elastic  # noqa: F401
+            from .elastic import run  # noqa: F401
     kept = Path(settings.log_dir).expanduser() if settings.log_dir else None
     folder = kept or Path(tempfile.mkdtemp(prefix="accelerate_"))
     kills_before = _out_of_memory_kills()
@@ -91,13 +92,14 @@ def _check_rendezvous(plan: Plan) -> None:
 
 
 def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Outcome:
-    from . import elastic
+    from .elastic.job import Job, PortInUse
+    from .elastic.run import run
 
     several = plan.num_machines > 1
     tee, redirects = settings.tee, settings.redirects
     if settings.log_dir and tee == redirects == "0":
         tee, redirects = ("0:3" if plan.machine_rank == 0 else "0"), "3"
-    job = elastic.Job(
+    job = Job(
         command=tuple(worker_command(settings, plan.script, recorded=True)),
         processes_here=plan.processes_here,
         min_machines=plan.min_machines,
@@ -111,6 +113,7 @@ def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Ou
         run_id=_run_id(plan),
         role=settings.role,
         max_restarts=settings.max_restarts,
+        survive=settings.survive,
         monitor_interval=settings.monitor_interval,
         grace_period=settings.grace_period,
         log_dir=folder,
@@ -121,8 +124,9 @@ def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Ou
         is_rendezvous_host=plan.machine_rank == 0 if plan.backend == "static" else is_local_address(plan.address),
     )
     try:
-        return elastic.run(job, guard)
-    except elastic.PortInUse:
+        with copies_of(settings):
+            return run(job, guard)
+    except PortInUse:
         if not plan.port_is_free:
             raise LaunchError(
                 f"Port {plan.port} was taken while the run started: choose another --main_process_port."

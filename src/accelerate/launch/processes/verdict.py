@@ -163,7 +163,7 @@ def judge(endings: Iterable[Ending], *, out_of_memory: bool) -> Verdict:
     own = _own_failures(failed)
     culprit = own[0] if own else _most_informative(failed)
     others = [ending for ending in own if ending is not culprit]
-    alike = [ending for ending in others if _kind(ending) == _kind(culprit)]
+    alike = [ending for ending in others if kind_of_failure(ending) == kind_of_failure(culprit)]
     return Verdict(
         culprit=culprit,
         alike=tuple(sorted(ending.rank for ending in alike)),
@@ -214,7 +214,8 @@ def _time(ending: Ending) -> float:
     return ending.record["time"] if ending.record is not None else 0.0
 
 
-def _kind(ending: Ending) -> tuple[object, ...]:
+def kind_of_failure(ending: Ending) -> tuple[object, ...]:
+    """Return what two failures of the same kind have in common: the exception and its line, or the exit code."""
     if ending.record is None:
         return (ending.exit_code,)
     if ending.diagnosis is not None:

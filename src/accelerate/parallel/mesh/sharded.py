@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...errors import UnsupportedSettingError
 from ...errors.callers import warn
+from ...precision import quantized
 from ...runtime.devices.device import moves_in_place
 from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
@@ -27,6 +27,7 @@ from ..modules import materialising
 from ..modules.averaging import UnshardedParameters, broadcast_parameters
 from ..modules.dtensors import distribute_like, gathered, mesh_of, whole
 from ..modules.means import divisors_of
+from ..modules.memory.activations import CheckpointedForward, refuse_recomputed
 from ..modules.spread import DTENSORS, FULLY_SHARD, Layout, Ranks, fsdp_modules, layout_of, rows_of, sharding_ranks
 from ..modules.unwrapping import own_name
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
@@ -117,6 +118,14 @@ class MeshParallel(Strategy):
         return self.mesh.num_token_ranks
 
     @property
+    def replicas(self) -> tuple[Sequence[int], Any]:
+        """The ranks along `dp_replicate`: each has the same shards."""
+        if self.mesh.size("dp_replicate") == 1:
+            return (), None
+        group = self.mesh.axis("dp_replicate").get_group()
+        return dist.get_process_group_ranks(group), group
+
+    @property
     def gradient_group(self) -> Any:
         """The processes over which gradients are averaged."""
         return self.mesh.token_group
@@ -177,6 +186,13 @@ class MeshParallel(Strategy):
         layout = layout_of(model)
         if self._sequences is not None:
             self._sequences.require(model)
+        if tp is not None or self._expert_parallel is not None:
+            quantized.refuse_quantized(
+                model,
+                self.asks_for,
+                "layers and experts are split along their rows and columns, which packed weights do not have.",
+                "Shard them: dp_shard_size.",
+            )
         if self._expert_parallel is not None:
             self._experts[model] = self._expert_parallel.spread(model)
         if tp is not None and layout.by:
@@ -208,6 +224,7 @@ class MeshParallel(Strategy):
                 "precision and offload are those of its fully_shard() calls, not those of the plugin.",
                 type(model).__name__,
             )
+        quantized.keep_scales(model, self.runtime.device)
         self._keep_unsharded(model, list(layout.whole))
         self._copy_from_first(model, [])
         if not isinstance(model, FSDPModule):
@@ -244,6 +261,7 @@ class MeshParallel(Strategy):
                 "transformer_cls_names_to_wrap."
             )
         for unit in units:
+            refuse_recomputed(unit, "activation_checkpointing")
             unit.forward = CheckpointedForward(unit.forward, offload=bool(self.plugin.activation_checkpointing_offload))
         return model
 
@@ -251,7 +269,8 @@ class MeshParallel(Strategy):
         plugin = self.plugin
         ignored = ignored_modules(model, plugin)
         inner, outer = self._unit_options()
-        from_first = bool(plugin.cpu_ram_efficient_loading)
+        has_scales = self._ready_quantized(model)
+        from_first = bool(plugin.cpu_ram_efficient_loading) and not has_scales
         state = materialising.to_meta(model) if from_first else {}
         fresh = not from_first and materialising.has_no_weights(model)
         ties = materialising.Ties(model)
@@ -264,16 +283,29 @@ class MeshParallel(Strategy):
             elif not moves_in_place(self.runtime.device):  # fully_shard would try to
                 unit.to(self.runtime.device)
                 ties.restore(model)
-            ignored_params = apart.union(parameters_in(ignored)) or None  # materialising makes new ones
+            whole_params = quantized.whole_weights(model) if has_scales else []
+            ignored_params = apart.union(parameters_in(ignored), whole_params) or None  # materialising makes new ones
             fully_shard(unit, ignored_params=ignored_params, **(outer if unit is model else inner))
         if plugin.reshard_after_forward:
             model.register_forward_hook(_reshard_without_backward)
         if from_first:
             materialising.load_from_rank_zero(model, state, self.runtime.device, offload=plugin.offloads)
+        if has_scales:
+            quantized.keep_scales(model, self.runtime.device)
+            quantized.require_equal_scales(model, self.gradient_group, self.runtime.device)
         self._keep_unsharded(model, parameters_in(ignored))
         if not from_first:
             self._copy_from_first(model, parameters_in(forward.module for forward in experts))
         return model
+
+    def _ready_quantized(self, model: nn.Module) -> bool:
+        """Make quantised weights ready to be sharded; return whether there are any. Every process has loaded them."""
+        if not quantized.quantized_parameters(model):
+            return False
+        quantized.refuse_without_values(model)
+        policy = self.plugin.mixed_precision_policy
+        quantized.ready_to_shard(model, None if policy is None else policy.param_dtype, self.runtime.device)
+        return True
 
     def _copy_from_first(self, model: nn.Module, experts: list[nn.Parameter]) -> None:
         """Give all copies of a model the values of the first one."""
@@ -434,27 +466,3 @@ def _outside(experts: Iterable[SpreadForward], units: Iterable[nn.Module]) -> li
 def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         cast(FSDPModule, model).reshard()
-
-
-class CheckpointedForward:
-    """An activation-checkpointed forward pass: only its inputs are saved, on the host if `offload`."""
-
-    def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
-        self.forward = forward
-        self.offload = offload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass."""
-        if not self.offload:
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        # torch saves positional inputs only. Masks and positions are not offloaded: the units share them.
-        moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
-        kept = {name: value for name, value in kwargs.items() if name not in moved}
-        count, names = len(args), tuple(moved)  # the function lives until the backward pass, and must not hold tensors
-
-        def forward(*values: Any) -> Any:
-            return self.forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **kept)
-
-        # Around the checkpoint, not inside it, where the intermediate activations would be saved as well.
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
-            return checkpoint(forward, *args, *moved.values(), use_reentrant=False)

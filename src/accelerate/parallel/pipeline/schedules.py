@@ -277,6 +277,18 @@ class _Stage(PipelineStage):
             self._finish(outputs, numbers)
         return outputs
 
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward pass of a micro-batch, and free its graph.
+
+        torch's schedule keeps the losses until its end, and with each of them what custom functions hold in their
+        context, such as the probabilities of a fused cross-entropy.
+        """
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and full_backward and not loss._is_view():
+            loss.detach_()
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send nothing from the last stage, whatever the model returns."""
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)

@@ -66,6 +66,30 @@ def verify_operation(function: F) -> F:
     return cast(F, checked)
 
 
+def collective(function: F) -> F:
+    """Count the calls of a function as waiting. Where members come and go, a call survives the loss of one."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        runtime = Runtime.current()
+        if runtime.recovery is None:
+            return function(*args, **kwargs)
+        return runtime.run_collective(functools.partial(function, *args, **kwargs))
+
+    return waits_for_others(cast(F, wrapper))
+
+
+def _collective_from_one(function: F) -> F:
+    """Do the same for a function that gives every rank the data of `from_process`."""
+
+    @functools.wraps(function)
+    def wrapper(data: Any, from_process: int = 0) -> Any:
+        call = functools.partial(function, data, from_process)
+        return Runtime.current().run_collective(call, source=from_process)
+
+    return waits_for_others(cast(F, wrapper))
+
+
 def _require_agreement(mine: str, runtime: Runtime) -> None:
     per_rank: list[Any] = [None] * runtime.num_processes
     dist.all_gather_object(per_rank, mine)
@@ -110,7 +134,7 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 _gather_tensor.__name__ = "gather"
 
 
-@waits_for_others
+@collective
 @verify_operation
 def gather(tensor: Any, group: Any = None) -> Any:
     """Concatenate the tensors of all ranks, or of a group, in rank order, along the first dimension.
@@ -124,7 +148,7 @@ def gather(tensor: Any, group: Any = None) -> Any:
     return recursively_apply(_gather_tensor, tensor, group, error_on_other_type=True)
 
 
-@waits_for_others
+@collective
 def gather_object(object: Any, group: Any = None) -> Any:
     """Gather picklable objects: a list from each rank, or each of a group, becomes one list, in rank order."""
     runtime = Runtime.current()
@@ -135,7 +159,7 @@ def gather_object(object: Any, group: Any = None) -> Any:
     return [item for items in gathered for item in items]
 
 
-@waits_for_others
+@collective
 @verify_operation
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """Sum, average, or take the largest or smallest of all ranks' tensors; every rank receives it, times `scale`."""
@@ -159,7 +183,7 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     return recursively_apply(reduce_tensor, tensor, error_on_other_type=True)
 
 
-@waits_for_others
+@_collective_from_one
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Give every rank the tensors of one rank. The tensors are overwritten in place and returned."""
@@ -176,7 +200,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return recursively_apply(broadcast_tensor, tensor, error_on_other_type=True)
 
 
-@waits_for_others
+@_collective_from_one
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Overwrite a list of picklable objects with that of one rank, on every rank."""
     if Runtime.current().num_processes > 1:
@@ -184,7 +208,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-@waits_for_others
+@collective
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad the tensors of all ranks along one dimension to the longest, so that they can be gathered."""
     world_size = Runtime.current().num_processes

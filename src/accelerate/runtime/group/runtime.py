@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -26,14 +26,19 @@ from ...errors.callers import warn
 from ..devices import device as devices
 from ..devices import xla
 from ..devices.affinity import set_numa_affinity
+from ..membership.member import Agreement, Member, MembershipChanged, SignsOfLife
 from ..phases import WAITING, during
 from ..process import ProcessInfo
 from .forks import freeze_inherited_objects
 from .network import interface_towards
+from .replica import ReplicaGroups
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _RUNNING = 1 << 40
+_SECONDS_TO_CONNECT = timedelta(seconds=10)
+"""How long members wait for each other's connections, once all have agreed to form a group."""
 _REQUESTS_PER_SECOND = 2_000
 """Requests to the store from all waiting processes together."""
 
@@ -67,6 +72,8 @@ class Runtime:
         self._rendezvous_store: Any = None  # the store of the previous group, reused by the next one
         self.meshes: dict[tuple[int, ...], Any] = {}  # sizes along the axes -> the mesh, created once
         self.saves: Counter[str] = Counter()  # number of checkpoints saved at one point of the run
+        self.num_copying = 0  # the Accelerators that keep copies in memory
+        self.recovery: Any = None  # the `Recovery` of this process, where members come and go
         self.training: dict[str, Any] | None = None  # the newest Accelerator's settings, behind AcceleratorState
         self.process = _process_info()
         self.num_savers = self.process.world_size - 1  # the other ranks that took part in the last checkpoint
@@ -92,14 +99,19 @@ class Runtime:
         self.process_index = self.process.rank
         self.local_process_index = self.process.local_rank
         self.distributed_type: DistributedType = DistributedType.NO
-        if self.num_processes > 1:
-            self._join_group(self.init_handler)
         if self.num_processes > 1 or devices.is_xla(self.device):
             self.distributed_type = devices.distributed_type_of(self.device)
+        self.replica_groups: ReplicaGroups | None = None  # where a replica has several processes
+        self.member = Member.from_environment(self.process_index, self.num_processes)
+        if self.member is not None:
+            self._become_member(self.member)
+        elif self.num_processes > 1:
+            self._join_group(self.init_handler)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what belongs to this process: libraries pickle settings that refer to a state, and so to this."""
-        return self.__dict__ | {"shutdown_hooks": [], "_rendezvous_store": None, "meshes": {}}
+        own: dict[str, Any] = {"shutdown_hooks": [], "_rendezvous_store": None, "meshes": {}}
+        return self.__dict__ | own | {"member": None, "replica_groups": None, "recovery": None}
 
     @classmethod
     def current(cls) -> Runtime:
@@ -180,6 +192,76 @@ class Runtime:
             if not self.owns_group or handler != opened_with:
                 self._warn_of_open_group(handler)
 
+    def _become_member(self, member: Member) -> None:
+        """Form the first group of a run whose replicas come and go; a replacement is alone until it joins one."""
+        self.backend = devices.collective_backend(self.device, self.init_handler.backend)
+        self._choose_interface(None)
+        atexit.register(self._leave_at_exit)
+        if member.has_joined:
+            self.form_group({})
+        else:
+            self.num_processes = 1
+
+    def spread_replica(self, shards: int) -> ReplicaGroups:
+        """Open the groups of a replica of several processes; a replacement is alone with its replica until it joins."""
+        member, backend = self.member, self.backend
+        assert member is not None
+        assert backend is not None
+        if self.replica_groups is None:
+            member.spread_replicas(shards)
+            if not member.has_joined:
+                self.num_processes, self.process_index = shards, member.rank % shards
+                self._open_default_group(member.store_of_replica(), self._timeout)
+            self.replica_groups = ReplicaGroups(member, backend, self._timeout)
+        return self.replica_groups
+
+    @property
+    def _timeout(self) -> timedelta:
+        """How long collectives wait."""
+        assert self.backend is not None
+        return self.init_handler.timeout or devices.default_timeout(self.backend) or dist.default_pg_timeout
+
+    def _open_default_group(self, store: Any, timeout: timedelta) -> None:
+        """Open the default group of processes that wait so long for each other's connections."""
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=self.process_index,
+            world_size=self.num_processes,
+            timeout=timeout,
+        )
+        dist.distributed_c10d._set_pg_timeout(self._timeout)
+        self.owns_group = True
+
+    def leave_members(self, *, is_pending: bool) -> None:
+        """Leave the group of the members. With `is_pending` a collective still waits in it, and it is never freed."""
+        if dist.is_initialized():
+            if self.replica_groups is not None:
+                self.replica_groups.take_out()
+            if is_pending:
+                Runtime._closed += list(dist.distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+
+    def form_group(self, status: Any) -> Agreement:
+        """Agree with the other members on who is there, and open the process group of all of them."""
+        assert self.member is not None
+        assert self.backend is not None
+        while True:
+            agreement = self.member.agree(status)
+            self.num_processes = len(agreement.members)
+            self.process_index = agreement.members.index(self.member.rank)
+            try:
+                self._open_default_group(self.member.store_of_epoch(), _SECONDS_TO_CONNECT)
+                if self.replica_groups is not None:
+                    self.replica_groups.put_back(agreement.members)
+                    self.replica_groups.open_counterparts(agreement.members, _SECONDS_TO_CONNECT)
+            except RuntimeError as error:
+                logger.debug("Rank %d could not connect: %s", self.member.rank, error)
+                self.member.learn_of_loss()
+                self.leave_members(is_pending=True)
+                continue
+            return agreement
+
     def _choose_interface(self, rendezvous: str | None) -> None:
         """Let gloo use the interface that leads to the other machines, unless the user or the launcher chose one.
 
@@ -250,9 +332,16 @@ class Runtime:
 
     def barrier(self) -> None:
         """Wait until every process has reached this point."""
+        with during(WAITING):
+            self.run_collective(self._barrier, carries_data=False)
+
+    def _barrier(self) -> None:
         if self.num_processes > 1:
-            with during(WAITING):
-                dist.barrier()
+            dist.barrier()
+
+    def run_collective(self, collective: Callable[[], T], **facts: Any) -> T:
+        """Run a collective of all processes; where members come and go, by `Recovery.run_collective`."""
+        return collective() if self.recovery is None else self.recovery.run_collective(collective, **facts)
 
     def store(self, name: str) -> Any:
         """Return the store of the process group, with a prefix of its own."""
@@ -287,14 +376,23 @@ class Runtime:
             if goes_first:
                 store.add(counter, -_RUNNING)
 
-    def wait_for_key(self, store: Any, key: str) -> str:
-        """Wait until another process sets a key of the store, and return its value.
+    def wait_for_key(self, store: Any, key: str, process: int) -> str:
+        """Wait until a process sets a key of the store, and return its value.
 
-        It polls instead of waiting inside the store, where another thread could not use the connection.
+        It polls instead of waiting inside the store, where another thread could not use the connection. Where members
+        come and go, it raises `MembershipChanged` if the process was lost before.
         """
-        pauses = self._pauses()
-        while not store.check([key]):
-            time.sleep(next(pauses))
+        member = self.member
+        signs = None if member is None else SignsOfLife(member, member.members)
+        for pause in self._pauses():
+            is_lost = member is not None and member.has_lost(member.members[process])
+            if store.check([key]):
+                break
+            if is_lost:
+                raise MembershipChanged(f"Rank {process} was lost, and this one waited for it.")
+            if signs is not None:
+                signs.look()
+            time.sleep(pause)
         return str(store.get(key).decode())
 
     def _pauses(self) -> Iterator[float]:
@@ -309,6 +407,8 @@ class Runtime:
         pauses = self._pauses()
         try:
             while store.add(counter, 0) != self.num_processes:
+                if self.member is not None:
+                    self.member.require_all()
                 time.sleep(next(pauses))
             failure = store.get(f"{counter}/failure").decode() if store.check([f"{counter}/failure"]) else ""
         except dist.DistError as error:

@@ -47,7 +47,13 @@ class GradientState:
         cls._current = state
         return state
 
+    between_batches: Callable[[], None] | None = None
+    """Called when the outermost loop over a loader has completed its body, before the next batch is read."""
     _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "between_batches"}
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -118,6 +124,11 @@ class GradientState:
         if len(self._loaders) > 2 and self._loaders[-1]() is not loader:
             self._remove_dataloader(loader)
             self._add_dataloader(loader)
+
+    def _complete_body(self, loader: ActiveLoader) -> None:
+        """Take note that the body of a loop over a loader is complete; loops inside of it do not count."""
+        if self.between_batches is not None and self._loaders[1]() is loader:
+            self.between_batches()
 
     def _remove_dataloader(self, loader: ActiveLoader) -> None:
         self._loaders[1:] = [other for other in self._loaders[1:] if other() is not loader]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,6 +84,10 @@ def initial_seed_of_rank_zero() -> int:
 
 
 def _from_rank_zero(state: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """Broadcast a small CPU tensor via the device, which every process group supports."""
-    received: torch.Tensor = broadcast(state.to(runtime.device))
+    """Broadcast a small CPU tensor via the device, which every process group supports.
+
+    Any rank would do as the source. If the first one is lost, the next one takes its place.
+    """
+    give = partial(broadcast, state.to(runtime.device))
+    received: torch.Tensor = runtime.run_collective(give, source=0, carries_data=False)
     return received.cpu()

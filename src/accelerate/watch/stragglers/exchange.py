@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,15 +41,29 @@ _SLOWEST = 16
 class Exchange:
     """Publish the step times of one rank; on rank 0, also judge those of all ranks."""
 
-    def __init__(self, clock: PhaseClock, store: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        clock: PhaseClock,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        names: Sequence[int] | None = None,
+        before: Exchange | None = None,
+    ) -> None:
+        """Take part as a rank of a group; `names` are those of its ranks, where they are not their numbers.
+
+        What the exchange `before` this one has warned of is not warned of again.
+        """
         self.period = max(_SECONDS_BETWEEN_EXCHANGES, world_size / RANKS_PER_SECOND)
         self._clock, self._store, self._rank = clock, store, rank
         self._windows = Windows()
         self._next_poll = -math.inf
         self._has_published = self._is_complete = False
         self._keys = [f"phases/{other}" for other in range(world_size)]
+        self._names = range(world_size) if names is None else names
         self._judge = Judge()
-        self._warner = _Warner()
+        self._warner: _Warner = _Warner() if before is None else before._warner
         self._trace = _TraceFile()
 
     def poll(self) -> None:
@@ -91,7 +106,8 @@ class Exchange:
         self._is_complete = self._is_complete or self._store.check(self._keys)
         if not self._is_complete:
             return
-        for window in self._judge.update(unpack(self._store.multi_get(self._keys))):
+        for judged in self._judge.update(unpack(self._store.multi_get(self._keys))):
+            window = judged.renamed(self._names)
             if window.finding is not None:
                 self._clock.extra_values = {
                     "straggler/rank": window.finding.rank,

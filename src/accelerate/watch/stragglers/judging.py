@@ -7,8 +7,8 @@ duration of the phases in which a rank does its own work does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,6 +76,14 @@ class Window:
     ranks: list[int]
     rows: Table
     finding: Finding | None
+
+    def renamed(self, names: Sequence[int]) -> Window:
+        """Return it with other names of the ranks."""
+        finding = self.finding
+        if finding is not None:
+            also = tuple(names[rank] for rank in finding.also)
+            finding = replace(finding, rank=names[finding.rank], also=also)
+        return replace(self, ranks=[names[rank] for rank in self.ranks], finding=finding)
 
 
 class Judge:

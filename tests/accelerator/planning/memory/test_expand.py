@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accelerate.accelerator.planning.memory.expand import _repetition, expanded
@@ -97,6 +99,16 @@ def test_a_model_without_blocks_is_refused() -> None:
     for operation in trace.operations:
         operation.module = "encoder"
     with pytest.raises(CannotExpandError, match="no operation"):
+        expanded(trace, 2)
+
+
+def test_a_model_with_another_list_of_as_many_blocks_is_refused() -> None:
+    trace = model(3)
+    last = max(operation.tick for operation in trace.operations)
+    trace.operations += [
+        replace(trace.operations[0], tick=last + block, module=f"decoder.{block}") for block in range(4)
+    ]
+    with pytest.raises(CannotExpandError, match="several lists"):
         expanded(trace, 2)
 
 

@@ -123,24 +123,25 @@ _TABLES = {
 }
 
 
+def table(title: str, errors: Iterable[tuple[Case, float | None]]) -> str:
+    """Return errors by source, by kind of kernels, and by whether rows are held out."""
+    groups: dict[str, list[float]] = {}
+    for case, error in errors:
+        if error is None:
+            continue
+        kind = "compiled or fused" if case.compiled else "eager"
+        held = "held out" if case.held_out else "fitted"
+        for name in ("all", held, kind, f"{kind}, {held}", case.source, f"{case.source}, {held}"):
+            groups.setdefault(name, []).append(error)
+    head = [f"| {title} | rows | median error | 90th percentile | signed median |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *(_line(name, groups[name]) for name in sorted(groups))])
+
+
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return tables of the errors by source."""
     lines = []
     for title, error_name in _TABLES.items():
-        found = [(outcome.case, getattr(outcome, error_name)) for outcome in outcomes]
-        known = [(case, error) for case, error in found if error is not None]
-        groups: dict[str, list[float]] = {}
-        for case, error in known:
-            kind = "compiled or fused" if case.compiled else "eager"
-            held = "held out" if case.held_out else "fitted"
-            for name in ("all", held, kind, f"{kind}, {held}", case.source, f"{case.source}, {held}"):
-                groups.setdefault(name, []).append(error)
-        lines += [
-            "",
-            f"| {title} | rows | median error | 90th percentile | signed median |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        lines += [_line(name, groups[name]) for name in sorted(groups)]
+        lines += ["", table(title, [(outcome.case, getattr(outcome, error_name)) for outcome in outcomes])]
     planned = [outcome for outcome in outcomes if not outcome.failure]
     misfits = [outcome for outcome in planned if outcome.verdict == FULL]
     lines += ["", f"{len(planned)} rows planned, all of which ran; planned not to fit: {len(misfits)}"]

@@ -199,18 +199,22 @@ def _nanotron(row: Row) -> Reading:
         "H100",
         reason=unlike if shards and accumulation == 1 else "",
         memory=None if shards and accumulation == 1 else float(row["memory_GiB"]) * 1e9,
-        rate=float(row["MFU_pct"]) / 100 * _PEAK / _flops_per_token(options),
+        rate=float(row["MFU_pct"]) / 100 * _PEAK / flops_per_token(options),
         compiled=True,
     )
 
 
-def _flops_per_token(options: Options) -> float:
+def flops_per_token(options: Options) -> float:
     """Return the FLOPs of a token, forward and backward, with attention in full."""
+    attention = 2 * options.seq * options.hidden
+    return 6.0 * (options.layers * (block_parameters(options) + attention) + options.hidden * options.vocab)
+
+
+def block_parameters(options: Options) -> int:
+    """Return the elements of the matrices of a block."""
     gated = options.hidden * options.ffn * (3 if options.family == LLAMA else 2)
     keys = options.kv_heads * options.hidden // options.heads
-    products = options.hidden * (2 * options.hidden + 2 * keys) + gated
-    attention = 2 * options.seq * options.hidden
-    return 6.0 * (options.layers * (products + attention) + options.hidden * options.vocab)
+    return options.hidden * (2 * options.hidden + 2 * keys) + gated
 
 
 _LLAMA_405B = {"hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256}

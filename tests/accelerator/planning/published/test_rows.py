@@ -9,7 +9,7 @@ import torch
 
 from . import rows
 from .rows import Case, read_cases
-from .test_script import import_script
+from .shapes import import_script
 
 
 def parameters(case: Case) -> int:

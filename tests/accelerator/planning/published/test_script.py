@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +11,8 @@ import torch
 from tests.ranks import run_on_ranks
 from tests.sizes import cases
 
-SCRIPT = Path(__file__).parent / "script"
+from .shapes import import_script
+
 LLAMA = {"kv_heads": 2}
 ON_ONE: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -58,15 +55,6 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "sharded x pipeline": {**LLAMA, "dp_shard": 2, "pp": 2, "accumulation": 2, "reshard": False, "tied": False},
     "context x tensor": {**LLAMA, "cp": 2, "tp": 2, "fused": True, "reshard": False},
 }
-
-
-def import_script(main: str = "decoder") -> tuple[ModuleType, ModuleType]:
-    """Import a module of the script as the script does, and its options."""
-    sys.path.insert(0, str(SCRIPT))
-    try:
-        return import_module(main), import_module("options")
-    finally:
-        sys.path.remove(str(SCRIPT))
 
 
 def train(fields: dict[str, Any]) -> float:

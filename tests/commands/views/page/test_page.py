@@ -18,7 +18,7 @@ from accelerate.commands.views import ReportError
 from accelerate.commands.views.page.page import build_page, flat, packed
 from accelerate.commands.views.runs.finding import read_runs
 from accelerate.commands.views.runs.reading import Run
-from tests.commands.views.writing import START, end, start, values, write_loss, write_run
+from tests.commands.views.writing import LEFT_AND_JOINED, START, end, lines, start, values, write_loss, write_run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"
 
@@ -83,6 +83,17 @@ def test_a_page_tells_what_trackers_lost(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", start(), values(1, loss=1), {"time": START, "lost": {"wandb": 3}}, end())
     assert data_of(page_of(folder))["runs"][0]["lost"] == ["wandb lost 3 records"]
     assert data_of(page_of(write_loss(tmp_path / "b")))["runs"][0]["lost"] == []
+
+
+def test_a_page_lists_who_left_and_who_joined_with_the_step_of_that_time(tmp_path: Path) -> None:
+    (write_loss(tmp_path) / "replicas.jsonl").write_text(lines(LEFT_AND_JOINED))
+    replicas = data_of(page_of(tmp_path))["runs"][0]["replicas"]
+    assert replicas["total"] == "2 replacements, 0.4 s lost of 2.4 min"
+    assert [(change["step"], change["text"], change["seconds"]) for change in replicas["changes"]] == [
+        (4, "rank 2 was killed by SIGKILL", 0.21),
+        (12, "rank 2 joined after 8.0 s", 0.18),
+        (15, "rank 1 left: no sign of life for 15 s", None),
+    ]
 
 
 def test_a_page_asks_for_nothing_from_anywhere(tmp_path: Path) -> None:

@@ -171,3 +171,20 @@ def test_numbers_that_no_float_can_hold_are_infinite(tmp_path: Path) -> None:
     run = read(write_run(tmp_path, start(), values(1, huge=10**400, tiny=-(10**400))))
     assert np.isposinf(values_of(run, "huge")).all()
     assert np.isneginf(values_of(run, "tiny")).all()
+
+
+def test_a_run_that_another_process_writes_on_was_not_resumed(tmp_path: Path) -> None:
+    taken_over = start(time=START + 4, taken_over=True, processes=3)
+    records = [
+        start(processes=4),
+        values(1, loss=1),
+        values(2, loss=2),
+        taken_over,
+        values(2, loss=3),
+        values(3, loss=4),
+    ]
+    run = Run(write_run(tmp_path, *records) / "metrics.jsonl")
+    run.update()
+    assert len(run.segments) == 1
+    assert run.starts[-1]["processes"] == 4
+    assert values_of(run, "loss") == [1, 3, 4], "a step that both have logged counts once"

@@ -84,7 +84,10 @@ class Blocks:
                 numbers.setdefault(name.rpartition(".")[0], set()).add(int(name.rpartition(".")[2]))
         if not numbers:
             raise CannotExpandError("no operation is in a numbered block.")
-        family, found = max(numbers.items(), key=lambda item: (len(item[1]), item[0]))
+        shortened = trace.blocks // trace.stages
+        family, found = max(numbers.items(), key=lambda item: (len(item[1]) == shortened, len(item[1]), item[0]))
+        if any(len(others) >= len(found) for name, others in numbers.items() if name != family):
+            raise CannotExpandError(f"{', '.join(sorted(numbers))} are several lists of blocks.")
         count = len(found) // period
         if count < 3 or len(found) % period or max(found) - min(found) + 1 != len(found):
             raise CannotExpandError(f"the numbers of the blocks in {family!r} are {sorted(found)}.")

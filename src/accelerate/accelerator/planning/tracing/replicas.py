@@ -20,7 +20,7 @@ _MEBIBYTE = 1024 * 1024
 
 def replace_ddp(recorder: Recorder) -> None:
     """Make every replica of this process a stand-in."""
-    from ....parallel import ddp
+    from ....parallel.replicas import ddp
 
     class Replica(PlannedReplica):
         def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +18,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ....errors import UnsupportedSettingError
 from ....runtime.group.runtime import Runtime
 from ... import Accelerator
-from ..trace import (
-    ACTIVATIONS,
-    COMMUNICATION,
-    FORWARD,
-    GRADIENTS,
-    OPTIMIZER,
-    SETUP,
-    UPDATE,
-    WEIGHTS,
-    Allocation,
-    Step,
-    Trace,
-)
+from ..trace import FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
 from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .host.building import Building
 from .host.devices import accept_absent_devices
 from .host.files import write_nothing
 from .host.loaders import Batches, give_batches_without_data
+from .host.progress import Progress, Turns
 from .host.values import Values
 from .kernels import use_accelerator_kernels
 from .models import Truncation, convert_modules_without_data
 from .recorder import Recorder
 from .replicas import replace_ddp
-from .strategies import offload_to_host, watch_strategies
+from .strategies import buffers_of_others, offload_to_host, watch_strategies
 from .traits import note_traits, watch_traits
 
+PROGRESS = ".progress"
+"""Suffix of a file beside the trace, which a script leaves that ends before its last step."""
 _FEW_PASSES = 2
 
 
@@ -93,6 +86,7 @@ def trace_script(request: Request) -> Script:
     script.watch()
     building.begin()
     recorder.__enter__()
+    atexit.register(script.tell_progress)
     return script
 
 
@@ -113,12 +107,12 @@ class Script:
         self._in_backward = ""
         self._passes = 0
         self._differentiates = False
+        self._steps_in_backward = False
+        self._turns = Turns()
+        self._progress = Progress()
         self._microbatches = 1.0
         """Micro-batches of a pipeline for each that is traced."""
         self._began = 0
-        self._last_pass = 0
-        self._last_passes: list[int] = []
-        """For each step, where its last backward pass ended."""
         recorder.module = self._module
 
     def watch(self) -> None:
@@ -128,13 +122,15 @@ class Script:
         watch_traits(self._trace.traits)
 
         def prepare_bundle(self: Any, models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
-            script._before_prepare(self, models, optimizers)
+            script._before_prepare(self, models, optimizers, trained=not kwargs.get("evaluation"))
             bundle = plain_prepare(self, models, optimizers, *args, **kwargs)
             script._after_prepare(bundle.models)
             return bundle
 
         def backward(*args: Any, **kwargs: Any) -> None:
             inside = script._differentiates  # torch calls it again to apply a function mode, and to recompute blocks
+            if not inside:
+                script._running.clear()  # a stage of a pipeline leaves its last modules by an exception
             script._differentiates = True
             plain_backward(*args, **kwargs)
             script._differentiates = inside
@@ -152,7 +148,7 @@ class Script:
 
     # --- models -----------------------------------------------------------------------------------------------------
 
-    def _before_prepare(self, accelerator: Any, models: list[nn.Module], optimizers: list[Any]) -> None:
+    def _before_prepare(self, accelerator: Any, models: list[nn.Module], optimizers: list[Any], trained: bool) -> None:
         if accelerator.settings.deepspeed is not None:
             raise UnsupportedSettingError(
                 "accelerate plan with DeepSpeed",
@@ -160,6 +156,9 @@ class Script:
                 "Plan the script with --use_fsdp: stage 3 shards as FSDP does, stage 2 as reshard_after_forward=False.",
             )
         self._building.end(models, self._recorder)
+        self._progress.models += len(models)
+        self._turns.expect(optimizers)
+        self._progress.optimizers += len(optimizers)
         plugin = getattr(accelerator.strategy, "plugin", None)
         self._recorder.offloads = self._request.on_accelerators and bool(getattr(plugin, "offloads", False))
         parallelism = accelerator.settings.parallelism
@@ -178,7 +177,7 @@ class Script:
             accelerator.gradient_accumulation_steps = min(self._request.accumulation, _FEW_PASSES)
         for model in models:
             self._trace.parameters += sum(param.numel() for param in model.parameters())
-            self._trace.trained_parameters += sum(p.numel() for p in model.parameters() if p.requires_grad)
+            self._trace.trained_parameters += sum(p.numel() for p in model.parameters() if trained and p.requires_grad)
             self._truncation.apply(model, self._trace.stages)
         self._truncation.forget(optimizers)
         self._trace.blocks, self._trace.all_blocks = self._truncation.kept, self._truncation.found
@@ -223,7 +222,8 @@ class Script:
             self._recorder.phase = FORWARD
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
+        if self._running:
+            self._running.pop()
         name = self._names.get(id(module))
         if name is None:
             return
@@ -236,22 +236,33 @@ class Script:
         self._in_backward = name
 
     def _after_backward(self) -> None:
-        for model in self._models:
-            for param in model.parameters():
-                if param.grad is not None:
-                    self._recorder.claim(param.grad, GRADIENTS, self._module_of.get(param, ""))
+        self._claim_gradients(param for model in self._models for param in model.parameters())
         self._passes += 1
-        self._last_pass = self._recorder.tick
+        self._progress.backward_passes += 1
         self._in_backward = ""
         self._recorder.phase = UPDATE
+        if self._steps_in_backward:
+            self._steps_in_backward = False
+            self._end_step()
 
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         for param, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self._recorder.claim(value, OPTIMIZER, self._module_of.get(param, ""))
-        if not self._passes:
-            return  # a second optimizer of the same step
+        if self._differentiates:  # a hook of the parameter steps, and frees its gradient: the step ends with the pass
+            self._steps_in_backward = True
+            self._claim_gradients(param for group in optimizer.param_groups for param in group["params"])
+        elif self._passes and (passes := self._turns.take(optimizer, self._passes)):
+            self._passes = passes
+            self._end_step()
+
+    def _claim_gradients(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if param.grad is not None:
+                self._recorder.claim(param.grad, GRADIENTS, self._module_of.get(param, ""))
+
+    def _end_step(self) -> None:
         samples, tokens = self.batches.take()
         if self._trace.stages > 1:
             self._trace.microbatches = self._passes
@@ -262,7 +273,6 @@ class Script:
         wanted = self._request.accumulation
         if wanted is not None and self._passes == min(wanted, _FEW_PASSES):
             self._trace.all_passes = wanted
-        self._last_passes.append(self._last_pass)
         self._began, self._passes = self._recorder.tick, 0
         self._recorder.phase = FORWARD
         if len(self._trace.steps) == self._request.steps:
@@ -272,33 +282,18 @@ class Script:
         """Make all tensors without data from here on, not only from the first `prepare` on."""
         self._building.end([], self._recorder)
 
+    def tell_progress(self) -> None:
+        """Write down how far the script came; called where it ends before its last step."""
+        self._progress.steps, self._progress.loaders = len(self._trace.steps), self.batches.loaded
+        self._progress.save(self._request.output.with_suffix(PROGRESS))
+
     def end(self) -> None:
         """Write the trace and end this process."""
         self._recorder.finish()
         if self._microbatches > 1:
-            self._trace.allocations += kept_of_others(self._trace, self._last_passes, self._microbatches - 1)
+            self._trace.allocations += buffers_of_others(self._trace, self._microbatches - 1)
         self._trace.save(self._request.output)
         os._exit(0)
-
-
-def kept_of_others(trace: Trace, last_passes: list[int], others: float) -> list[Allocation]:
-    """Return what micro-batches that were not traced keep: buffers to receive, and outputs until the step ends."""
-    kept = [
-        replace(allocation, size=round(others * allocation.size))
-        for allocation in trace.allocations
-        if allocation.owner == COMMUNICATION and allocation.phase == SETUP and allocation.freed is None
-    ]
-    for step, last in zip(trace.steps, last_passes, strict=True):
-        outputs = [
-            allocation
-            for allocation in trace.allocations
-            if allocation.owner == ACTIVATIONS and step.began <= allocation.born <= last
-            if allocation.freed is None or allocation.freed > last
-        ]
-        if outputs:
-            size = round(others * sum(allocation.size for allocation in outputs))
-            kept.append(replace(max(outputs, key=lambda allocation: allocation.born), size=size))
-    return kept
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from ....parallel.mesh.context import documents, sequences, sharding
 from ....parallel.mesh.context.positions import PositionCheck
 from ....parallel.pipeline import schedules, stages, tracing
-from ..trace import COMMUNICATION, GATHERED, Collective
+from ..trace import COMMUNICATION, GATHERED, SETUP, Allocation, Collective, Trace
 from .host.values import Values
 from .recorder import OFFLOADED, Recorder
 from .replicas import REDUCE_STREAM
@@ -60,6 +61,19 @@ def offload_to_host(recorder: Recorder) -> None:
                 return tensor.clone()
 
     torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc,assignment]
+
+
+def buffers_of_others(trace: Trace, others: float) -> list[Allocation]:
+    """Return the buffers to receive that torch makes for micro-batches that were not traced.
+
+    Nothing else is kept for each of them: 1F1B has as many in flight as were traced, and a schedule that returns no
+    outputs frees them.
+    """
+    return [
+        replace(allocation, size=round(others * allocation.size))
+        for allocation in trace.allocations
+        if allocation.owner == COMMUNICATION and allocation.phase == SETUP and allocation.freed is None
+    ]
 
 
 class _Chunks(Sequence[Tensor]):

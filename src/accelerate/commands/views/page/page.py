@@ -21,6 +21,7 @@ from ..charts import OTHER, RATE, Chart, charts_of
 from ..runs.moments import FILE_NAME as RANKS_FILE
 from ..runs.moments import newest_windows
 from ..runs.reading import Floats, Points, Run, describe_lost
+from ..runs.replicas import read_changes
 from ..runs.sampling import bucket_means, downsampled, not_finite
 
 POINTS = 2000
@@ -31,6 +32,7 @@ _MIN_POINTS = 200
 _MARKS = 100
 _MAIN_METRICS = 6
 _TEXTS_PER_RUN = 200
+_CHANGES_PER_RUN = 500
 _SCRIPTS = ("numbers.js", "curve.js", "chart.js", "tables.js", "page.js")
 _EXACT_IN_FLOAT32 = 2**24
 
@@ -118,6 +120,33 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "accelerate") if key in facts},
         "config": dict(flat(run.config)),
         "ranks": _ranks(run),
+        "replicas": _replicas(run),
+    }
+
+
+def _replicas(run: Run) -> dict[str, Any] | None:
+    """Return who left and who joined under `accelerate launch --survive`, and the total."""
+    found = read_changes(run.file)
+    if found is None:
+        return None
+    progress = run.progress.points()
+    shown = found.changes[-_CHANGES_PER_RUN:]
+    logged = np.searchsorted(progress.time, [change.time for change in shown], side="right")
+    steps = [float(progress.step[place - 1]) if place else 0.0 for place in logged]
+    return {
+        "total": found.total,
+        "leftOut": len(found.changes) - len(shown),
+        "changes": [
+            {
+                "time": change.time,
+                "step": step,
+                "kind": change.kind,
+                "text": change.text,
+                "seconds": change.seconds,
+                "count": f"{change.replicas} of {change.of}",
+            }
+            for change, step in zip(shown, steps, strict=True)
+        ],
     }
 
 
@@ -126,8 +155,10 @@ def _ranks(run: Run) -> dict[str, Any] | None:
     window, slow = newest_windows(run.file.with_name(RANKS_FILE))
     if window is None:
         return None
+    # Members that change count their steps anew.
+    step = window.step if run.last_step is None or read_changes(run.file) is None else int(run.last_step)
     return {
-        "step": window.step,
+        "step": step,
         "of": window.num_ranks,
         "phases": [[window.phases[index], index] for index in window.used],
         "rows": [[rank, *(window.ranks[rank][index] for index in window.used)] for rank in sorted(window.ranks)],

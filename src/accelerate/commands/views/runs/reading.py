@@ -200,6 +200,10 @@ class Run:
             self._rewind(str(start["resumed"]))
         elif self.starts:  # its first logged step shows which steps are repeated
             self._before_resume = (self._snapshot().lengths, len(self.texts))
+        if start.get("taken_over") and self.segments:  # another process writes on; the run did not stop
+            self._advance_time(start)
+            self._lost.append({})
+            return
         self.starts.append(start)
         self._lost.append({})
         self.segments.append((when, when))

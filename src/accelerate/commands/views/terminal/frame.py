@@ -11,6 +11,7 @@ from ..charts import Chart, charts_of
 from ..page.page import flat
 from ..runs.finding import FILE_NAME, Runs
 from ..runs.reading import Run, clean, describe_lost
+from ..runs.replicas import read_changes
 from .text import (
     BOLD,
     DIM,
@@ -105,6 +106,8 @@ class Frame:
             total = total_steps(run)
             if state == "running" and speed and total and run.last_step is not None and total > run.last_step:
                 facts.append(f"about {format_seconds((total - run.last_step) / speed)} to step {format_number(total)}")
+        if (changes := read_changes(run.file)) is not None:
+            facts += [changes.present, changes.total]
         lost = "".join(f" · {clean(words)}" for words in describe_lost(run))
         return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
 

@@ -13,12 +13,15 @@ from .. import ReportError
 from ..runs.finding import find_files, read_runs
 from ..runs.moments import FILE_NAME, StepWindow, newest_windows
 from ..runs.reading import Run, clean, describe_lost
+from ..runs.replicas import FILE_NAME as REPLICAS_FILE
+from ..runs.replicas import Change, read_changes
 from .live import follow, has_screen, show_once
 from .text import BOLD, DIM, GREEN, RED, Line, Span, cut, format_seconds, render, run_colour
 
 _MIN_BAR_WIDTH = 24
 _COLUMN = 10
 _MAX_FINDING_LINES = 2
+_MAX_CHANGES = 8
 _LETTERS = {"data": "d", "forward": "f", "backward": "b", "step": "s", "saving": "v", "waiting": "w", "other": "o"}
 """Letters of the phases, for bars without colours."""
 
@@ -30,8 +33,12 @@ class Ranks:
         self.width, self.height = max(width, 20), max(height, 7 + _MAX_FINDING_LINES)
         self._run = run
         self._window, self._slow_window = newest_windows(run.file.with_name(FILE_NAME))
+        self._changes = read_changes(run.file)
         ranks = sorted(self._window.ranks) if self._window is not None else []
         free_lines = self.height - 6 - _MAX_FINDING_LINES
+        changes = [] if self._changes is None else self._changes.changes
+        self._newest = changes[-min(_MAX_CHANGES, max(1, free_lines // 3)) :]
+        free_lines = max(1, free_lines - len(self._newest) - 3 * bool(changes))
         self.pages = max(1, -(-len(ranks) // free_lines))
         self._page = min(page, self.pages - 1)
         self._shown = ranks[self._page * free_lines : (self._page + 1) * free_lines]
@@ -39,10 +46,15 @@ class Ranks:
     def text(self, coloured: bool, final: bool = False) -> str:
         """Return the picture's lines."""
         lines = [self._head(), []]
-        if self._window is None:
-            lines.append([Span("waiting for the first steps …", DIM)])
-        else:
+        if self._window is not None:
             lines += [*self._table(self._window, coloured), [], *self._finding(self._window)]
+        elif self._changes is None:
+            lines.append([Span("waiting for the first steps …", DIM)])
+        if self._changes is not None:
+            whole = self._changes.changes[-1].replicas == self._changes.changes[-1].of
+            head = [Span(f"{self._changes.present} train", BOLD if whole else f"{BOLD};{RED}")]
+            lines += [[]] if self._window is not None else []
+            lines += [[*head, Span(f" · {self._changes.total}", DIM)], _CHANGES_HEAD, *map(_change, self._newest)]
         lines.append(self._foot(final))
         return "\n".join(render(line, self.width, coloured) for line in lines)
 
@@ -57,7 +69,8 @@ class Ranks:
             return [*line, Span(lost, RED)]
         window = self._window
         left_out = f", {len(window.ranks)} of them shown" if len(window.ranks) < window.num_ranks else ""
-        facts = [f"step {window.step}", f"{window.num_ranks} ranks{left_out}"]
+        step = window.step if self._changes is None or self._run.last_step is None else int(self._run.last_step)
+        facts = [f"step {step}", f"{window.num_ranks} ranks{left_out}"]
         facts.append(f"{format_seconds(now - window.time)} ago")
         return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
 
@@ -106,6 +119,16 @@ class Ranks:
         return [Span(" · ".join(words), DIM)]
 
 
+_CHANGES_HEAD = [Span(f"{'when':>15}{'cost':>10}{'replicas':>10}", DIM)]
+
+
+def _change(change: Change) -> Line:
+    when = f"{format_seconds(time.time() - change.time)} ago"
+    cost = "" if change.seconds is None else f"{change.seconds:.2f} s"
+    colour = {"joined": GREEN, "left": RED}.get(change.kind, "")
+    return [Span(f"{when:>15}{cost:>10}{change.replicas:>10}  ", DIM), Span(change.text, colour)]
+
+
 def _legend(window: StepWindow, used: Sequence[int], width: int, coloured: bool) -> list[Span]:
     spans, left = [], width
     for phase in used:
@@ -132,15 +155,17 @@ def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, c
 
 
 def watched_run(paths: Sequence[Path]) -> Run:
-    """Return the run with the newest file of ranks; raise ReportError if there is none."""
-    files = [file for file in find_files(paths) if file.with_name(FILE_NAME).exists()]
+    """Return the run with the newest file of ranks or replicas; raise ReportError if there is none."""
+    beside = {file: [file.with_name(name) for name in (FILE_NAME, REPLICAS_FILE)] for file in find_files(paths)}
+    written = {file: [other.stat().st_mtime for other in others if other.exists()] for file, others in beside.items()}
+    files = [file for file, times in written.items() if times]
     if not files:
         read_runs(paths)  # raises if there is no run at all
         raise ReportError(
             f"no {FILE_NAME} in {', '.join(map(str, paths))} or below. It is written beside metrics.jsonl once a run "
             'with log_with="jsonl" has made about 20 steps on at least 2 processes, unless ACCELERATE_HANG_SECONDS=0.'
         )
-    return Run(max(files, key=lambda file: file.with_name(FILE_NAME).stat().st_mtime))
+    return Run(max(files, key=lambda file: max(written[file])))
 
 
 def show_ranks(paths: Sequence[Path], *, interval: float) -> None:

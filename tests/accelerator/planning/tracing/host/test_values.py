@@ -29,6 +29,10 @@ def test_a_mask_of_tokens_chooses_as_many_elements_as_with_data(tmp_path: Path) 
     assert products == {(6, 4, 16)}, "three of eight tokens of both samples"
 
 
+def test_shuffled_data_is_no_question_of_the_script(tmp_path: Path) -> None:
+    assert trace_of(_TOKENS.replace("batch_size=2", "batch_size=2, shuffle=True") + LOOP, tmp_path).guesses == []
+
+
 def test_numbers_that_depend_on_parameters_are_guessed_and_their_lines_named(tmp_path: Path) -> None:
     questions = """
     total = 0.0

@@ -12,7 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from .....data import already_split
+from .....data.order import orders
+from .progress import Loaded
 from .values import Values
+
+_SEED = 0
+"""Of the order of shuffled data. Only shapes count."""
 
 
 class Batches:
@@ -23,13 +29,21 @@ class Batches:
         self.tokens = 0
         self.fraction = 1.0
         """The part of each batch that the script gets; whole batches are counted."""
+        self.loaded: list[Loaded] = []
+        """What every pass over a loader has given."""
 
-    def count(self, batch: Any) -> None:
-        """Count samples, the rows of the first tensor, and tokens, the elements of the largest of whole numbers."""
+    def count(self, batch: Any) -> int:
+        """Count samples, the rows of the first tensor, and tokens, the elements of the largest of whole numbers.
+
+        A list without tensors, such as of prompts, has one sample per item.
+        Returns the samples of this batch.
+        """
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        self.samples += tensors[0].shape[0] if tensors else 0
+        samples = tensors[0].shape[0] if tensors else len(batch) if isinstance(batch, list) else 0
+        self.samples += samples
         whole = [t.numel() for t in tensors if t.dim() > 1 and t.dtype in (torch.int64, torch.int32)]
         self.tokens += max(whole, default=0)
+        return samples
 
     def take(self) -> tuple[int, int]:
         """Return samples and tokens, and begin again."""
@@ -43,6 +57,9 @@ def give_batches_without_data(recorder: Any, values: Values, batches: Batches, b
 
     Batches have `batch_size` samples, if it is given, instead of what the loader gives.
     """
+    for name in ("draw_seed", "shared_seed", "initial_seed_of_rank_zero"):
+        setattr(orders, name, lambda: _SEED)  # ranks agree on one by tensors, which have no numbers here
+    already_split._differs_between_ranks = lambda dataset, process_index: False  # nobody else is here to compare with
     plain_init, plain_iter = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -54,6 +71,8 @@ def give_batches_without_data(recorder: Any, values: Values, batches: Batches, b
     def iterate(self: Any) -> Iterator[Any]:
         with recorder.muted(), unset_fake_temporarily():
             iterator = plain_iter(self)
+        loaded = Loaded(_length(self.dataset))
+        batches.loaded.append(loaded)
         while True:
             try:
                 with recorder.muted(), unset_fake_temporarily():
@@ -62,10 +81,19 @@ def give_batches_without_data(recorder: Any, values: Values, batches: Batches, b
                 return
             with recorder.muted(), unset_fake_temporarily():
                 batch = _resized(batch, batch_size)
-            batches.count(batch)
+            loaded.batch_size = max(loaded.batch_size, batches.count(batch))
+            loaded.batches += 1
             yield tree_map(partial(_without_data, values, batches.fraction), batch)
 
     DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the number of samples; data that is iterated need not have one."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _resized(batch: Any, samples: int | None) -> Any:

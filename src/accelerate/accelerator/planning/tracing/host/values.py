@@ -239,13 +239,15 @@ class Values:
 
 
 def user_frame() -> FrameType | None:
-    """Return the innermost frame that belongs to neither Python, torch, an installed package nor this library."""
+    """Return the innermost frame that is the script's, or belongs to neither Python, a package nor this library."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_LIBRARIES) or frame.f_code.co_filename.startswith("<")
-    ):
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def _is_foreign(file: str) -> bool:
+    return file != sys.argv[0] and file.startswith((*_LIBRARIES, "<"))  # packages have scripts too
 
 
 def _is_worth_knowing(tensor: Tensor, is_made: bool) -> bool:

@@ -207,6 +207,7 @@ class Chart {
     }
     pen.restore();
     this.drawMarks(pen, scale);
+    this.drawChanges(pen, scale);
     if (range.left) {
       pen.fillStyle = ink.muted;
       pen.textAlign = "right";
@@ -281,6 +282,40 @@ class Chart {
         pen.moveTo(x - 3, y - 3); pen.lineTo(x + 3, y + 3); pen.moveTo(x + 3, y - 3); pen.lineTo(x - 3, y + 3);
       }
       pen.stroke();
+    }
+  }
+
+  // Who left and who joined the runs that are shown, with their places on the axis.
+  changes() {
+    if (this.view.axis === "step" && !this.shares()) return [];
+    return this.shown().flatMap((curve) => (this.view.runs[curve.run].replicas?.changes ?? []).map((change) => ({ ...change, x: curve.placeOf(change, this.view.axis) })));
+  }
+
+  changesAt(x) {
+    const near = this.scale ? 6 * Math.abs(this.scale.backX(1) - this.scale.backX(0)) : 0;
+    return this.changes().filter((change) => Math.abs(change.x - x) <= near);
+  }
+
+  // A triangle at the upper edge: downward where a replica left, upward where one joined.
+  drawChanges(pen, scale) {
+    const last = {};
+    for (const { kind, x } of this.changes().sort((a, b) => a.x - b.x)) {
+      const px = scale.x(x), tip = kind === "joined" ? -1 : 1;
+      if (x < scale.domain[0] || x > scale.domain[1] || px - (last[kind] ?? -99) < 4) continue;
+      last[kind] = px;
+      pen.fillStyle = pen.strokeStyle = kind === "left" ? this.view.ink.bad : kind === "joined" ? this.view.ink.good : this.view.ink.muted;
+      pen.globalAlpha = 0.25;
+      pen.lineWidth = 1;
+      pen.beginPath();
+      pen.moveTo(px, TOP);
+      pen.lineTo(px, this.height - BOTTOM);
+      pen.stroke();
+      pen.globalAlpha = 1;
+      pen.beginPath();
+      pen.moveTo(px - 4, TOP - 4 * tip);
+      pen.lineTo(px + 4, TOP - 4 * tip);
+      pen.lineTo(px, TOP + 4 * tip);
+      pen.fill();
     }
   }
 

@@ -39,6 +39,11 @@ class Curve {
     return { x, y };
   }
 
+  // Where something that happened at a time and a step is on an axis.
+  placeOf({ step, time }, axis) {
+    return axis === "step" ? step : axis === "wall" ? time : this.relative(time - this.segments[0][0]);
+  }
+
   // Time since the start, without the pauses between an interruption and a resume.
   relative(time) {
     const at = this.segments[0][0] + time;

@@ -30,7 +30,7 @@ class View {
     this.palette = COLOURS[this.dark ? "dark" : "light"];
     const probe = document.body.appendChild(element("i"));
     const read = (name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
-    this.ink = Object.fromEntries(["muted", "grid", "line", "accent", "card", "ink"].map((name) => [name, read(name)]));
+    this.ink = Object.fromEntries(["muted", "grid", "line", "accent", "card", "ink", "good", "bad"].map((name) => [name, read(name)]));
     probe.remove();
   }
 
@@ -81,7 +81,8 @@ class View {
       element("span", { class: "value" }, formatNumber(value)),
       element("span", { class: "muted" }, raw === null ? "" : formatNumber(raw)),
     ]);
-    tip.replaceChildren(element("strong", {}, where), element("div", {}, ...rows));
+    const changes = chart.changesAt(x).slice(0, 4).map(({ kind, text, count }) => element("p", { class: `change ${kind}` }, `${text}; ${count} replicas`));
+    tip.replaceChildren(element("strong", {}, where), element("div", {}, ...rows), ...changes);
     (chart.large ? byId("large") : document.body).append(tip);
     const left = event.clientX + 16 + tip.offsetWidth > innerWidth ? event.clientX - tip.offsetWidth - 16 : event.clientX + 16;
     tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, Math.min(innerHeight - tip.offsetHeight - 8, event.clientY + 14))}px)`;
@@ -190,7 +191,7 @@ function fillCharts() {
 
 function fillTables() {
   byId("summary").append(summaryTable(view, data));
-  for (const [id, table] of [["ranks", ranksTable(view)], ["configs", configTable(view)], ["texts", textTable(view, data)]]) {
+  for (const [id, table] of [["replicas", replicasTable(view)], ["ranks", ranksTable(view)], ["configs", configTable(view)], ["texts", textTable(view, data)]]) {
     if (table) { byId(id).append(table); byId(id).hidden = false; }
   }
 }

@@ -1,4 +1,4 @@
-// The tables: summary, ranks, configurations, texts.
+// The tables: summary, replicas, ranks, configurations, texts.
 
 function runName(view, run) {
   const dot = element("span", { class: "dot", colour: view.colour(run) });
@@ -17,6 +17,7 @@ function stateCell(run) {
   const [text, classes, title] = words[run.state];
   const times = run.segments.length - 1;
   const made = cell(times ? `${text}, resumed${times > 1 ? ` ${times} times` : ""}` : text, classes, title);
+  if (run.replicas) made.append(element("span", { class: "muted" }, `, ${run.replicas.total}`));
   if (run.lost.length) made.append(element("span", { class: "lost" }, run.lost.map((words) => `, ${words}`).join("")));
   return made;
 }
@@ -81,6 +82,21 @@ function bestOf(metric, what) {
   const values = metric.curves.map((curve) => curve.spec[what]).filter((value) => value !== null);
   if (!metric.better || !values.length) return null;
   return metric.better < 0 ? Math.min(...values) : Math.max(...values);
+}
+
+// Who left, why, how long it cost, and who joined.
+function replicasTable(view) {
+  const tables = view.runs.flatMap(({ replicas }, run) => (replicas ? [oneReplicasTable(view, replicas, run)] : []));
+  return tables.length ? element("div", {}, ...tables) : null;
+}
+
+function oneReplicasTable(view, replicas, run) {
+  const rows = replicas.changes.map(({ time, step, kind, text, seconds, count }) => element("tr", {}, cell(formatClock(time)), cell(formatNumber(step), "number"),
+    cell(text, `wrap ${kind}`), cell(seconds === null ? "–" : `${seconds.toFixed(2)} s`, "number"), cell(count, "number")));
+  const head = element("tr", {}, element("th", {}, "Time"), element("th", { class: "number" }, "Step"), element("th", {}, `${view.runs[run].name}: ${replicas.total}`),
+    element("th", { class: "number", title: "how long training stood still" }, "Cost"), element("th", { class: "number" }, "Replicas after it"));
+  const table = element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  return replicas.leftOut ? element("div", {}, table, element("p", { class: "muted" }, `${count(replicas.leftOut, "earlier change")} not on this page.`)) : table;
 }
 
 // What a step took on every rank, as a stacked bar of phases.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from accelerate.checkpoint.formats import codec
-from accelerate.checkpoint.formats.mapping import copy_storages
+from accelerate.runtime.streams.mapping import copy_storages, new_shared_file, release_pages, write_pages
 
 
 def test_what_was_read_survives_its_file(tmp_path: Path) -> None:
@@ -35,3 +36,19 @@ def test_copies_do_not_share_memory_with_their_sources() -> None:
     copies[id(source)][2] = 7
     assert source[2] == 2
     assert copies[id(view)][0] == 7
+
+
+def test_a_shared_file_keeps_what_is_written_when_its_pages_are_released(tmp_path: Path) -> None:
+    buffer = new_shared_file(tmp_path, 1 << 16)
+    numbers = buffer.view(torch.float32)
+    numbers.copy_(torch.arange(len(numbers)))
+    write_pages(buffer)
+    release_pages(buffer)
+    assert torch.equal(numbers, torch.arange(len(numbers)).float())
+    assert list(tmp_path.iterdir()) == [], "it has no name"
+
+
+def test_a_disk_that_is_full_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space|too large"):
+        new_shared_file(tmp_path, 1 << 60)
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Run several processes by torchelastic. The only module of this package that imports torch."""
+"""Run several processes by torchelastic, and end all of them when one fails."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
-from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -29,13 +27,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ...errors import REQUEUE_EXIT_CODE, LaunchError
-from ..console import loggers_silenced, notify
-from ..machines.failure_exchange import SECONDS_TO_EXCHANGE, FailureExchange
-from ..machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
-from .guard import Guard
-from .signals import handled_by, set_handlers
-from .verdict import Ending, judge
+from ....errors import REQUEUE_EXIT_CODE
+from ...console import notify
+from ...machines.failure_exchange import SECONDS_TO_EXCHANGE, FailureExchange
+from ...machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
+from ..guard import Guard
+from ..signals import set_handlers
+from ..verdict import Ending, judge
+from .job import Job, Outcome
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 """Grace period after the first failure, in which other ranks can fail by themselves and write a record."""
@@ -43,93 +42,6 @@ SECONDS_FOR_COLLATERAL_TO_END = 8
 SECONDS_FOR_OTHER_MACHINES_TO_END = 300
 MAX_PUBLISHED_TEXT = 8000
 SECONDS_AFTER_ONE_GAVE_UP = 5
-
-
-class PortInUse(Exception):
-    """The port is in use; the caller may try another one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The settings of one run for torchelastic."""
-
-    command: tuple[str, ...]
-    processes_here: int
-    min_machines: int
-    max_machines: int
-    machine_rank: int
-    address: str
-    port: int
-    backend: str
-    rendezvous_settings: dict[str, str]
-    local_address: str | None
-    run_id: str
-    role: str
-    max_restarts: int
-    monitor_interval: float
-    grace_period: float
-    log_dir: Path
-    tee: str
-    redirects: str
-    line_prefix: str
-    debug: bool
-    is_rendezvous_host: bool = False
-    """Whether this process hosts the rendezvous store."""
-
-    @property
-    def is_static(self) -> bool:
-        """Whether machine ranks are fixed before the start."""
-        return self.backend == "static"
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """How the processes of this machine ended."""
-
-    endings: list[Ending] = field(default_factory=list)
-    attempts: int = 1
-    signal: int | None = None
-    """The termination signal that the launcher received, if any."""
-    machine_rank: int = 0
-    """As assigned by the rendezvous; with `nnodes` it can change between attempts."""
-
-    @property
-    def asks_for_restart(self) -> bool:
-        """Whether all processes saved and ended with the exit code that asks for a restart."""
-        codes = {ending.exit_code for ending in self.endings}
-        return REQUEUE_EXIT_CODE in codes and codes <= {0, REQUEUE_EXIT_CODE}
-
-    @property
-    def failed(self) -> bool:
-        """Whether any process failed."""
-        return any(ending.failed for ending in self.endings)
-
-
-def run(job: Job, guard: Guard) -> Outcome:
-    """Run the processes of this machine until they end."""
-    agent = Agent(job, guard)
-    # The verdict reports failures, once and in full, so torchelastic need not.
-    quiet = nullcontext() if job.debug else loggers_silenced("torch.distributed.elastic")
-    try:
-        with quiet, handled_by(agent.on_signal):
-            agent.run()
-    except SignalException:
-        pass
-    except (RendezvousError, DistError) as error:
-        if "address already in use" in str(error).lower():
-            raise PortInUse from error
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        raise LaunchError(
-            f"The rendezvous of the machines failed, or a machine was lost, at {job.address}:{job.port}: {reason} Is "
-            "the launch on that machine still running? The run cannot continue without it."
-        ) from error
-    finally:
-        if agent.exchange is not None:
-            if agent.outcome.failed:  # Slurm terminates all when the first launcher ends, but the panel comes first
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            agent.exchange.exit_barrier()
-        agent.rendezvous.shutdown()
-    return agent.outcome
 
 
 class _StorePerAttempt(StaticTCPRendezvous):
@@ -260,7 +172,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         still_running: set[int] = set()
-        failed_elsewhere = self.exchange is not None and self.exchange.culprit is not None
+        failed_elsewhere = self._failed_elsewhere
         if self.outcome.signal is not None:
             self._remaining_restarts = 0
             self._wait_for_exit()
@@ -280,6 +192,13 @@ class Agent(LocalElasticAgent):
             self._record_endings(worker_group, still_running)
             self._add_remote_culprit()
         return RunResult(state=WorkerState.FAILED) if failed_elsewhere else result
+
+    def report(self) -> None:
+        """Print what is to be said at the end of a run, before the verdict: nothing."""
+
+    @property
+    def _failed_elsewhere(self) -> bool:
+        return self.exchange is not None and self.exchange.culprit is not None
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.outcome.failed:

@@ -10,7 +10,11 @@ disk access while memory is free, and the kernel evicts them when it is not. Thr
 - `read_into` reads without mapping, directly into the target.
 - `copy_storages` copies mapped tensors to memory of their own.
 
-The mapping is private: writing to a tensor changes a copy of its page, never the file, until `release_pages` drops it.
+`new_shared_file` maps a file without a name, for tensors that are written, too: the kernel writes its pages to disk
+when memory is scarce, and frees the disk when the tensors are gone.
+
+The mapping of a `MappedFile` is private: writing to a tensor changes a copy of its page, never the file, until
+`release_pages` drops it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import ctypes
 import math
 import mmap
 import os
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -33,6 +38,7 @@ THREADS = min(8, os.cpu_count() or 1)
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22
 _MADV_HUGEPAGE = 14
+_MS_SYNC = 4
 _PAGE = mmap.PAGESIZE
 _PIECE = 1 << 23
 
@@ -68,6 +74,22 @@ class MappedFile:
         view = raw.view(dtype).view(dims)
         view._is_mapped_view = True  # type: ignore[attr-defined]
         return view
+
+
+def new_shared_file(folder: Path, num_bytes: int) -> Tensor:
+    """Return bytes that are kept in a new file of a folder; the file has no name, so that nothing is left of it."""
+    descriptor, path = tempfile.mkstemp(prefix="accelerate_", suffix=".dat", dir=folder)
+    try:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        os.posix_fallocate(descriptor, 0, num_bytes)  # a full disk is an error here, and not a signal later
+        storage: Any = torch.UntypedStorage.from_file(path, True, num_bytes)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
+    buffer._is_mapped_view = True  # type: ignore[attr-defined]
+    return buffer
 
 
 def read_into(path: Path, start: int, target: Tensor) -> None:
@@ -160,6 +182,24 @@ def release_pages(tensor: Tensor) -> None:
         _advise(first, last - first, _MADV_DONTNEED)
 
 
+def write_pages(tensor: Tensor) -> None:
+    """Write the changed pages of a shared file to disk; do nothing for others.
+
+    Memory that is limited by a control group holds no more than that of changed pages: the kernel frees only those that
+    are written.
+    """
+    if is_mapped(tensor) and tensor.numel() and (libc := _libc()) is not None:
+        first, last = _pages(tensor, inward=False)
+        libc.msync(first, last - first, _MS_SYNC)
+
+
+def return_freed_memory() -> None:
+    """Let the C library return freed memory to the kernel: between small objects it keeps pages that nobody uses."""
+    trim = getattr(_libc(), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
 def _pages(tensor: Tensor, inward: bool) -> tuple[int, int]:
     start = tensor.data_ptr()
     end = start + tensor.numel() * tensor.element_size()
@@ -179,6 +219,7 @@ def _libc() -> Any:
     try:
         library = ctypes.CDLL(None)
         library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        library.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     except (OSError, AttributeError):
         return None
     return library

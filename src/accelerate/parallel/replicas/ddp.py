@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config.plugins.handlers import DistributedDataParallelKwargs
-from ..config.plugins.parallelism import AXES, ParallelismConfig
-from ..config.plugins.sharding import FullyShardedDataParallelPlugin
-from ..runtime.devices.device import ddp_device_ids
-from ..runtime.group.runtime import Runtime
-from .base import Capabilities, Strategy
-from .modules.averaging import average_gradients
-from .modules.spread import DDP, FULLY_SHARD, REPLICATE, Layout, layout_of, rows_in_order
+from ...config.plugins.handlers import DistributedDataParallelKwargs
+from ...config.plugins.parallelism import AXES, ParallelismConfig
+from ...config.plugins.sharding import FullyShardedDataParallelPlugin
+from ...runtime.devices.device import ddp_device_ids
+from ...runtime.group.runtime import Runtime
+from ..base import Capabilities, Strategy
+from ..modules.averaging import average_gradients
+from ..modules.spread import DDP, FULLY_SHARD, REPLICATE, Layout, layout_of, rows_in_order
 
 if TYPE_CHECKING:
-    from .mesh.sharded import MeshParallel
+    from ..mesh.sharded import MeshParallel
 
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ class DataParallel(Strategy):
 
     def _keep_sharded(self, model: nn.Module, layout: Layout) -> nn.Module:
         """Train a model in the shards that it has; the mesh is that of its own `fully_shard` calls."""
-        from ..runtime.group.mesh import Mesh
-        from .mesh.sharded import MeshParallel
+        from ...runtime.group.mesh import Mesh
+        from ..mesh.sharded import MeshParallel
 
         sizes = {f"{axis}_size": 1 for axis in (*AXES, "ep")}
         sizes |= {"dp_replicate_size": max(len(layout.copies), 1), "dp_shard_size": max(len(layout.shards), 1)}
@@ -145,6 +145,11 @@ class DataParallel(Strategy):
             return self._sharded[model].resume_sync(model)
         averages = isinstance(model, DistributedDataParallel) or model in self._replicated
         return _averaging_on_exit(model) if averages else nullcontext()
+
+    @property
+    def replicas(self) -> tuple[Sequence[int], Any]:
+        """All ranks, unless a model came sharded."""
+        return ((), None) if self._sharded else (range(self.runtime.num_processes), None)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients by their norm, over all shards if there are any; return the norm before clipping."""

@@ -1,0 +1,1 @@
+"""Run several processes by torchelastic: all together, or with replacements of single ones. Start with `run`."""

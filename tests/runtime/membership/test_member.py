@@ -1,0 +1,111 @@
+"""A member that waits for a collective: what ends the wait, and what does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate.runtime.membership.events import PREFIX
+from accelerate.runtime.membership.member import Member
+
+
+@pytest.fixture
+def member() -> Iterator[Member]:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    member = Member(f"localhost:{server.port}", rank=0, replicas=2, incarnation=0)
+    yield member
+    member.close()
+    assert dist.PrefixStore(PREFIX, server).add("lost_ms", 0) >= 0, "the store outlives the member"
+
+
+class LateWork:
+    """A collective that completes between a look that times out and the question whether it has completed."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_completes_just_after_a_look_has_not_failed(member: Member) -> None:
+    work = LateWork()
+    member.wait(work)
+    assert work.waits == 2
+
+
+def test_a_collective_that_failed_raises_its_own_error(member: Member) -> None:
+    with pytest.raises(RuntimeError, match="connection closed"):
+        member.wait(LateWork("connection closed"))
+
+
+def test_a_collective_of_torch_that_failed_raises_its_own_error(member: Member) -> None:
+    store = dist.HashStore()
+    groups: list[Any] = [None, None]
+
+    def connect(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work = groups[0].allreduce([torch.ones(2)])
+    groups[1] = None  # its connections are closed
+    with member.interrupting_collectives(), pytest.raises(RuntimeError, match=r"(?i)connection|peer"):
+        work.wait()
+    assert dist.Work.wait.__name__ == "wait", "torch's own again"
+
+
+def test_the_cost_of_a_change_is_noted_for_its_epoch_and_added_up(member: Member) -> None:
+    member.epoch = 3
+    member.add_lost_time(0.25)
+    member.epoch = 4
+    member.add_lost_time(0.5)
+    assert [int(member.store.get(f"cost/{epoch}")) for epoch in (3, 4)] == [250, 500]
+    assert member.store.add("lost_ms", 0) == 750
+
+
+def test_a_request_to_join_is_answered_once(member: Member) -> None:
+    member.events.publish("left", [1], "rank 1 was killed by SIGKILL")
+    member.epoch, member.members = 1, (0,)
+    member.store.set("incarnation/1", "1")
+    member.store.set("waiting/1", "1")
+    assert member.waiting_ranks() == []
+    member.store.add("asked/1", 1)
+    assert member.waiting_ranks() == [1]
+    member.admit([1])
+    member.events.publish("left", [1], "machine 1 gives no sign of life")
+    member.epoch = 3
+    assert member.waiting_ranks() == [], "its machine is gone, and nobody withdraws the request"
+    member.store.add("asked/1", 1)
+    assert member.waiting_ranks() == [1]
+
+
+def test_many_members_ask_seldom_whether_a_replacement_wants_to_join(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(member, "waiting_ranks", lambda: asked.append(True) or [1])
+    assert not member.sees_request(), "nobody is missing"
+    member.members = (0,)
+    assert member.sees_request()
+    member.replicas, member.members = 10_000, tuple(range(9_992))
+    assert not member.sees_request(), "all ask 80,000 times: once in 40 s"
+    assert len(asked) == 1

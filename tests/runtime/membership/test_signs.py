@@ -1,0 +1,32 @@
+"""What many processes ask of one store stays bounded, and everybody is looked after by others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from accelerate.runtime.membership.signs import looked_after, pause
+
+
+@pytest.mark.parametrize(("processes", "seconds"), [(4, 0.1), (200, 0.1), (1_250, 0.625), (10_000, 5.0)])
+def test_more_processes_ask_less_often(processes: int, seconds: float) -> None:
+    assert pause(0.1, processes) == seconds
+    assert pause(0.1, processes, 1_000_000) == 0.1
+
+
+def test_few_members_look_after_all() -> None:
+    assert looked_after(3, (1, 3, 4, 7)) == [1, 3, 4, 7]
+
+
+@pytest.mark.parametrize("number", [65, 100, 1_250])
+def test_many_members_look_after_few_and_each_is_looked_after_by_some_of_other_machines(number: int) -> None:
+    members = tuple(rank for rank in range(number + 3) if rank not in (2, 9, number))
+    watched = {own: looked_after(own, members) for own in members}
+    watchers = Counter(rank for others in watched.values() for rank in others)
+    assert all(own in others for own, others in watched.items())
+    assert set(watchers) == set(members)
+    assert max(map(len, watched.values())) <= 8
+    for rank in members:
+        elsewhere = [own for own, others in watched.items() if rank in others and own // 8 != rank // 8]
+        assert elsewhere, f"only its own machine looks after rank {rank}"
