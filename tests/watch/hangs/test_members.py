@@ -67,11 +67,18 @@ def test_members_that_all_wait_are_told_where(members: list[Member], caplog: pyt
     assert f"All members have waited for each other for 31 s, at rank 0: {LINE}; rank 1: " in caplog.text
 
 
+def test_a_member_that_gives_no_answer_is_named(members: list[Member], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert judged(members[1], answers(0)[1:], 31.0, 60.0) == []
+    assert "Rank 0 did not say where it is, after others waited for 31 s" in caplog.text
+    assert "waited for each other" not in caplog.text
+
+
 def test_one_member_asks_and_all_answer(members: list[Member], caplog: pytest.LogCaptureFixture) -> None:
     for member in members[1:]:
         member.waiting_since = now() - 100
     watchers = [MemberWatcher(member, 0.4, None) for member in members]
-    deadline = now() + 20
+    deadline = now() + 60
     while not members[0].store.check(["note/1"]) and now() < deadline:
         watchers[0]._stopping.wait(0.05)
     for watcher in watchers:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_BETWEEN_EXCHANGES = 0.3
+_SECONDS_TO_ANSWER = 10.0
 JOIN_TIMEOUT = 3.0
 
 
@@ -153,7 +154,7 @@ class MemberWatcher:
         if waited < self._alarm_after:
             return
         epoch, since = self._member.epoch, self._member.waiting_since
-        number = int(store.add(_number_of(epoch), 0)) + 1
+        number = self._answered[1] + 1 if self._answered[0] == epoch else 1  # not one after a question not yet answered
         own = str(self._member.rank)
         if store.compare_set(f"{_number_of(epoch)}/{number}", "", own).decode() != own:
             return  # another member asks
@@ -167,7 +168,7 @@ class MemberWatcher:
     def _collect(self, store: Any, epoch: int, number: int) -> list[Answer]:
         """Return the answers of the members that give one in time."""
         keys = [_answer_of(epoch, number, rank) for rank in self._member.members]
-        until = now() + 3 * pause(self._period, self._member.replicas)
+        until = now() + max(_SECONDS_TO_ANSWER, 3 * pause(self._period, self._member.replicas))
         while now() < until and not store.check(keys):
             self._stopping.wait(0.1)
         return [Answer(**json.loads(store.get(key))) for key in keys if store.check([key])]
@@ -186,7 +187,10 @@ class MemberWatcher:
             text = f"rank {answer.rank} has kept {waiting} others waiting for {waited:.0f} s: {answer.place}"
             write_note(store, "hangs", [answer.rank], text)
             logger.warning("%s", text[0].upper() + text[1:])
-        if not hanging:
+        silent = sorted(set(self._member.members) - {answer.rank for answer in answers})
+        if silent:
+            logger.warning("Rank %s did not say where it is, after others waited for %.0f s", _listed(silent), waited)
+        elif not hanging:
             logger.warning("All members have waited for each other for %.0f s, at %s", waited, _places(answers))
 
 
@@ -196,6 +200,10 @@ def _number_of(epoch: int) -> str:
 
 def _answer_of(epoch: int, number: int, rank: int) -> str:
     return f"{_number_of(epoch)}/{number}/{rank}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _places(answers: Sequence[Answer]) -> str:
