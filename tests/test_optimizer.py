@@ -205,6 +205,8 @@ def test_an_optimizer_that_steps_inside_the_backward_pass_with_a_stand_in_for_lo
         plain.step()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) clips nothing: Fused steps inside the backward pass"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UnsupportedSettingError, match="with num_items"):
         accelerator.backward(loss_of(model, make_data(4)[:]), learning_rate=0.1, num_items=4)
     other = Accelerator(cpu=True)

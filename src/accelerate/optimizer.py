@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from .errors import UnsupportedSettingError
 from .errors.callers import warn
-from .parallel.base import StepTransaction, move_optimizer_state, params_of
+from .parallel.base import StepTransaction, Strategy, move_optimizer_state, params_of
+from .parallel.modules.memory.stepping import early_steps_of
 from .runtime import phases
 from .runtime.collectives.nested import send_to_device
 from .runtime.group.runtime import Runtime
@@ -192,7 +193,8 @@ def lomo_optimizers(optimizers: Iterable[AcceleratedOptimizer]) -> list[Any]:
     if not found:
         raise ValueError(
             "backward(learning_rate=...) is for LOMO optimizers, which step inside the backward pass, and none was "
-            "given to prepare(): leave learning_rate out, or prepare an optimizer of lomo_optim."
+            "given to prepare(): leave learning_rate out, prepare an optimizer of lomo_optim, or call "
+            "step_in_backward(optimizer) of accelerate.utils before prepare()."
         )
     return found
 
@@ -207,6 +209,51 @@ def refuse_beside_lomo(num_items: object, scaler: object, options: dict[str, Any
                 f"backward(learning_rate=...) with {name}",
                 "a LOMO optimizer steps inside the backward pass, by gradients that nobody sees before.",
                 "Give it the mean loss alone, in bf16 or full precision.",
+            )
+
+
+def start_early_steps(optimizer: AcceleratedOptimizer, strategy: Strategy) -> None:
+    """Let an optimizer that was given to `step_in_backward` do so; refuse where gradients are not complete then."""
+    steps = early_steps_of(optimizer.optimizer)
+    if steps is None:
+        return
+    state = optimizer.gradient_state
+    for setting, given, reason in (
+        ("mixed_precision='fp16'", optimizer.scaler, "gradients are unscaled after the backward pass."),
+        ("gradient_accumulation_steps > 1", state.num_steps > 1, "gradients of several passes add up before a step."),
+        ("Megatron-LM's gradient clipping", optimizer.before_step, "a norm needs all gradients at once."),
+        ("this strategy", objection := strategy.objection_to_early_steps(params_of(optimizer)), objection or ""),
+    ):
+        if given:
+            raise UnsupportedSettingError(f"step_in_backward with {setting}", reason, "Leave one out.")
+    optimizer.before_first_step = None  # there are no gradients then
+    steps.start(lambda: state.sync_gradients)
+
+
+def take_learning_rate(optimizers: Iterable[AcceleratedOptimizer], options: dict[str, Any]) -> bool:
+    """Give `learning_rate` of `backward()` to the optimizers of `step_in_backward`, if there are any."""
+    found = [steps for each in optimizers if (steps := early_steps_of(each.optimizer)) is not None]
+    if not found or any(each._steps_in_backward for each in optimizers):
+        return False
+    learning_rate = options.pop("learning_rate")
+    for steps in found:
+        steps.set_learning_rate(learning_rate)
+    return True
+
+
+def check_clipping(optimizers: Iterable[AcceleratedOptimizer], operation: str) -> None:
+    """Refuse to clip gradients that the backward pass frees; LOMO's optimizers clip by arguments of their own."""
+    for each in optimizers:
+        if early_steps_of(each.optimizer) is not None:
+            raise UnsupportedSettingError(
+                f"{operation}() with step_in_backward",
+                "the gradients are freed in the backward pass.",
+                "Leave one out (max_grad_norm=0 in a Trainer).",
+            )
+        if each._steps_in_backward:
+            warn(
+                f"{operation}() clips nothing: {type(each.optimizer).__name__} steps inside the backward pass. "
+                "Clip by its own arguments."
             )
 
 

@@ -40,10 +40,13 @@ from ..errors.callers import suggest_arguments, warn
 from ..logging import get_logger
 from ..optimizer import (
     AcceleratedOptimizer,
+    check_clipping,
     clip_gradients,
     lomo_optimizers,
     refuse_beside_lomo,
     refuse_offloaded_weights,
+    start_early_steps,
+    take_learning_rate,
     warn_of_foreign_optimizer,
 )
 from ..parallel.base import Batch, Bundle, Steps
@@ -59,7 +62,7 @@ from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, inherited_precision, shared_deepspeed_plugins
 from .accumulation import window_of
-from .arguments import Handlers, compilation_in_code, one_of, settings_of_run
+from .arguments import Handlers, compilation_in_code, one_of, placements_of, settings_of_run
 from .checkpoint_methods import CheckpointMethods
 from .tracking_methods import TrackingMethods
 
@@ -255,7 +258,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             The prepared object, or a tuple where several were given.
         """
         args = tuple(self._adopt(arg) for arg in args)
-        placements = _placements_of(args, device_placement)
+        placements = placements_of(args, device_placement)
         result = list(args)
         models = _unprepared(args, _is_a(nn.Module))
         optimizers = _unprepared(args, _is_a(Optimizer))
@@ -458,6 +461,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             wrapped.before_first_step = partial(warn_of_foreign_optimizer, models=self._models)
         if self.settings.megatron is not None and (max_norm := self.settings.megatron.max_norm) is not None:
             wrapped.before_step = partial(clip_gradients, max_norm=max_norm, clip=self.strategy.clip_grad_norm)
+        start_early_steps(wrapped, self.strategy)
         self._compare_after_steps_of(wrapped)
         self._optimizers.append(wrapped)
         return wrapped
@@ -565,11 +569,11 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         Args:
             loss: A mean, or with `num_items` a sum.
             num_items: How many items `loss` sums over on this process: a number, or a tensor on the device.
-            **kwargs: Arguments of `Tensor.backward`; or `learning_rate`, for LOMO optimizers, which step here.
+            **kwargs: Arguments of `Tensor.backward`; or `learning_rate`, for optimizers that step here.
         """
         if not self._optimizers:
             self._warn_that_no_optimizer_obeys()
-        if "learning_rate" in kwargs:
+        if "learning_rate" in kwargs and not take_learning_rate(self._optimizers, kwargs):
             refuse_beside_lomo(num_items, self.scaler, kwargs)
             self.lomo_backward(self._share_of_mean(loss), kwargs["learning_rate"])
             return
@@ -713,6 +717,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
 
     def _gradients_are_final(self, operation: str) -> bool:
         """Unscale gradients that are complete; warn where they still accumulate: clipping parts is not clipping."""
+        check_clipping(self._optimizers, operation)
         if self.gradient_state.sync_gradients:
             self.strategy.complete_gradients()
             self.unscale_gradients()
@@ -851,16 +856,6 @@ class Accelerator(CheckpointMethods, TrackingMethods):
             f"mixed_precision={self.mixed_precision!r}, "
             f"gradient_accumulation_steps={self.gradient_accumulation_steps})"
         )
-
-
-def _placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool | None]:
-    placements = [None] * len(objects) if given is None else given
-    if len(placements) != len(objects):
-        raise ValueError(
-            f"`device_placement` should be a list with {len(objects)} elements, one for each object, but it has "
-            f"{len(placements)}."
-        )
-    return placements
 
 
 def _unprepared(objects: Sequence[Any], is_kind: Callable[[Any], bool]) -> list[int]:

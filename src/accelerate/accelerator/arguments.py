@@ -71,3 +71,14 @@ def settings_of_run(settings: TrainingSettings) -> TrainingSettings:
     from .verification.script import adapted  # hardly any run asks for it
 
     return adapted(settings)
+
+
+def placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool | None]:
+    """Return one choice of placement for each object of `prepare`."""
+    placements = [None] * len(objects) if given is None else given
+    if len(placements) != len(objects):
+        raise ValueError(
+            f"`device_placement` should be a list with {len(objects)} elements, one for each object, but it has "
+            f"{len(placements)}."
+        )
+    return placements

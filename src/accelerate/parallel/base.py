@@ -260,6 +260,10 @@ class Strategy(ABC):
     def check_mean_loss(self, loss: Tensor) -> None:  # noqa: B027 - only used with context parallelism
         """Inspect a mean loss before its backward pass; warn if processes average over different numbers of items."""
 
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str | None:
+        """Return why these parameters cannot step in the backward pass; None if hooks see their complete gradients."""
+        return f"{self.asks_for} completes gradients after the backward pass."
+
     def scale_gradients(self, models: Iterable[nn.Module], factor: Tensor) -> None:
         """Multiply the accumulated gradients."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

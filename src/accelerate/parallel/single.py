@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from .base import Capabilities, Strategy
 from .modules.spread import Layout
@@ -20,3 +22,6 @@ class SingleProcess(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""
         return model
+
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> None:
+        """Return None: nothing is added to a gradient after autograd has accumulated it."""

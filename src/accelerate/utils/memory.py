@@ -2,6 +2,7 @@
 
 from ..parallel.modules.memory.activations import recompute_activations
 from ..parallel.modules.memory.losses import linear_cross_entropy
+from ..parallel.modules.memory.stepping import step_in_backward
 from ..runtime.devices.memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -16,4 +17,5 @@ __all__ = [
     "recompute_activations",
     "release_memory",
     "should_reduce_batch_size",
+    "step_in_backward",
 ]

@@ -357,6 +357,17 @@ class MeshParallel(Strategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str | None:
+        """Refuse parameters whose gradients FSDP2 or autograd do not complete themselves."""
+        if self.plugin.offloads:
+            return "cpu_offload=True copies gradients to the host while the backward pass goes on."
+        if self._expert_parallel is not None:
+            return f"experts are spread (ep_size={self.mesh.size('ep')}), and it was not tried with them."
+        own = {id(param) for param in params}
+        if any(id(param) in own for unsharded in self._unsharded.values() for param in unsharded.params):
+            return "gradients of ignored_modules are averaged after the backward pass."
+        return None
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Keep gradients unsharded and unreduced inside the context."""
         return self._gradient_sync(model, False)

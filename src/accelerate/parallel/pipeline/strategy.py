@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -136,6 +136,10 @@ class PipelineParallel(MeshParallel):
                 chosen,
                 config.schedule,
             )
+
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str:
+        """Refuse: gradients of micro-batches add up."""
+        return f"the gradients of the micro-batches of a pipeline (pp_size={self.size}) add up."
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep only the parameters of this rank's stages in an optimizer; groups may become empty."""

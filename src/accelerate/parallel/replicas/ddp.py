@@ -146,6 +146,15 @@ class DataParallel(Strategy):
         averages = isinstance(model, DistributedDataParallel) or model in self._replicated
         return _averaging_on_exit(model) if averages else nullcontext()
 
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str | None:
+        """Refuse with DDP, whose buckets are not freed; leave models that came sharded to the mesh."""
+        for strategy in self._sharded.values():
+            return strategy.objection_to_early_steps(params)
+        return (
+            "DDP averages gradients in buckets, which hold all of them at any time: nothing would be freed. "
+            "DistributedDataParallelKwargs(gradient_as_bucket_view=True) spares the second copy of gradients."
+        )
+
     @property
     def replicas(self) -> tuple[Sequence[int], Any]:
         """All ranks, unless a model came sharded."""

@@ -58,6 +58,10 @@ class SurvivingReplicas(Strategy):
         """How this strategy spreads a model, in words."""
         return f"a copy of the model on each of {self.member.replicas} replicas (accelerate launch --survive)"
 
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str:
+        """Refuse: a step is made after all replicas have agreed on it."""
+        return "a step under --survive takes place on all replicas or on none, after the backward pass."
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Give all replicas the weights of the first one, and collect the gradients of a model."""
         self.models.append(model)

@@ -10,7 +10,6 @@ the rest. If a later step is not like the first one, `step()` or `backward()` ra
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ....errors import UnsupportedSettingError
+from ...modules.memory.stepping import part_of
 from .blocks import Block
 
 _REMEDY = "Give OffloadConfig(step_in_backward=False)."
@@ -145,14 +145,8 @@ def _versions(block: Block) -> Versions:
 def _only(optimizer: Optimizer, block: Block) -> Any:
     """Return an optimizer with the same state and settings that has the parameters of one block only."""
     own = {id(param) for param in block.params}
-    part: Any = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop("step", None)  # a scheduler's, which counts the steps of the whole
-    part._optimizer_step_pre_hooks = OrderedDict()
-    part._optimizer_step_post_hooks = OrderedDict()
     groups = [
         {**group, "params": [param for param in group["params"] if id(param) in own]}
         for group in optimizer.param_groups
     ]
-    part.param_groups = [group for group in groups if group["params"]]
-    return part
+    return part_of(optimizer, [group for group in groups if group["params"]])

@@ -8,7 +8,7 @@ outside of the blocks is on the device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,6 +150,10 @@ class StreamedBlocks(DataParallel):
         finally:
             self._finishes_itself = False
         self._end_backward()
+
+    def objection_to_early_steps(self, params: Sequence[Tensor]) -> str:
+        """Refuse: blocks step by a setting of their own."""
+        return "offloaded blocks step in the backward pass by themselves (OffloadConfig(step_in_backward=...))."
 
     def _begin_backward(self) -> None:
         if self._runs_backward:
