@@ -64,6 +64,7 @@ from ..state import AcceleratorState, inherited_precision, shared_deepspeed_plug
 from .accumulation import window_of
 from .arguments import Handlers, compilation_in_code, one_of, placements_of, settings_of_run
 from .checkpoint_methods import CheckpointMethods
+from .fitting.methods import FittingMethods
 from .tracking_methods import TrackingMethods
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ logger = get_logger(__name__)
 _unset: Any = object()
 
 
-class Accelerator(CheckpointMethods, TrackingMethods):
+class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
     """Take a PyTorch training loop to any number of processes.
 
     Make one, hand model, optimizer, data loaders and scheduler to `prepare`, and call `backward` for
@@ -232,7 +233,7 @@ class Accelerator(CheckpointMethods, TrackingMethods):
         if read(TRACE_FOLDER) is not None:
             self._trace_backward()
         if read_setting("check"):
-            from .checking import check
+            from .verification.checking import check
 
             check(self)
         if read(VERIFY_FOLDER) is not None:

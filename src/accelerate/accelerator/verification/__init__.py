@@ -1,1 +1,1 @@
-"""Compare a mesh with one process: `accelerate verify-parallel`. Start with `script`, then `comparison`."""
+"""Look at a run: `accelerate launch --check` in `checking`; a mesh compared with one process, from `script` on."""

@@ -317,6 +317,15 @@ def free_memory(index: int) -> int | None:
     return None if limit is None else int(limit() - module.current_allocated_memory())
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of an accelerator's memory; None for the CPU, and where its type does not report it."""
+    mem_get_info = getattr(device_module(device), "mem_get_info", None)
+    if mem_get_info is not None:
+        with suppress(RuntimeError):
+            return int(mem_get_info(device.index or 0)[1])
+    return None
+
+
 def allocatable_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated on a device: what is free, and what torch keeps; 0 where unknown."""
     free = free_memory(device.index or 0)

@@ -35,6 +35,24 @@ def release_memory(*objects: Any) -> list[Any]:
     return released
 
 
+def arguments_without_batch_size(function: Callable[..., Any], decorator: str) -> Callable[[tuple[Any, ...]], None]:
+    """Return what refuses arguments of a decorated function that hold the batch size, which the decorator passes."""
+    parameters = inspect.signature(function).parameters
+    takes_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if not parameters:
+        raise TypeError(f"{function.__name__}() must take the batch size as its first argument.")
+
+    def refuse(args: tuple[Any, ...]) -> None:
+        if len(args) >= len(parameters) and not takes_any_number:
+            rest = ", ".join(f"{name}={value!r}" for name, value in zip(list(parameters)[1:], args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{function.__name__}` as the first argument when called, but "
+                f"{decorator} passes it: call `{function.__name__}({rest})`."
+            )
+
+    return refuse
+
+
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
@@ -42,7 +60,8 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorate a function of `batch_size` so that it is tried with smaller ones until memory suffices.
 
-    Each try takes nine tenths of the last size, or what `reduce_batch_size_fn()` returns.
+    Each try takes nine tenths of the last size, or what `reduce_batch_size_fn()` returns. Every process searches alone,
+    and the global batch shrinks with the size: `Accelerator.fit_batch_size` keeps it, on all processes together.
     """
     if function is None:
         return functools.partial(
@@ -50,19 +69,11 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    parameters = inspect.signature(function).parameters
-    takes_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
-    if not parameters:
-        raise TypeError(f"{function.__name__}() must take the batch size as its first argument.")
+    refuse_arguments = arguments_without_batch_size(function, "find_executable_batch_size")
 
     @functools.wraps(function)
     def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:
-        if len(args) >= len(parameters) and not takes_any_number:
-            rest = ", ".join(f"{name}={value!r}" for name, value in zip(list(parameters)[1:], args[1:], strict=False))
-            raise TypeError(
-                f"Batch size was passed into `{function.__name__}` as the first argument when called, but "
-                f"find_executable_batch_size passes it: call `{function.__name__}({rest})`."
-            )
+        refuse_arguments(args)
         batch_size, last_error = starting_batch_size, None
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, PartialState
-from accelerate.accelerator import checking
+from accelerate.accelerator.verification import checking
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig, PipelineConfig
 from tests.launching import run_accelerate

@@ -25,10 +25,10 @@ from torch import Tensor, nn, no_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..config.environment import CHECK_FAILED_CODE
-from ..errors.callers import user_line
-from ..parallel.base import params_of
-from ..runtime.collectives.operations import mesh_of
+from ...config.environment import CHECK_FAILED_CODE
+from ...errors.callers import user_line
+from ...parallel.base import params_of
+from ...runtime.collectives.operations import mesh_of
 
 STEPS = 2
 _SECONDS_FOR_OTHERS = 10.0
