@@ -58,6 +58,24 @@ def torchao_bits() -> nn.Module:
     return model
 
 
+def torchao_nf4() -> nn.Module:
+    """Return a model with layers of torchao in NF4, whose tensors bring their own sharding."""
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
+
+    class Linear(nn.Linear):
+        """A frozen layer."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return linear_nf4(x, self.weight)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted(Linear(WIDTH, WIDTH, bias=False)) for _ in range(3)))
+    for layer in model:
+        weight = to_nf4(layer.base.weight.detach(), block_size=64, scaler_block_size=8)  # type: ignore[union-attr]
+        layer.base.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[union-attr]
+    return model
+
+
 def sharding(**options: Any) -> Accelerator:
     """Return an accelerator that shards."""
     mixed_precision = options.pop("mixed_precision", None)
@@ -105,7 +123,7 @@ def test_packed_bytes_are_never_converted_like_numbers(mixed_precision: str, sto
         torch.testing.assert_close(model(batch()).float(), expected, atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("make", [four_bits, torchao_bits])
+@pytest.mark.parametrize("make", [four_bits, torchao_bits, torchao_nf4])
 @ranks(2)
 def test_a_saved_state_has_the_scales_and_resumes_exactly(make: Any, tmp_path: Path) -> None:
     whole = make().state_dict()
@@ -123,7 +141,7 @@ def test_a_saved_state_has_the_scales_and_resumes_exactly(make: Any, tmp_path: P
     assert list(losses_of(model, 2, accelerator.backward)) == went_on
 
 
-@pytest.mark.parametrize("make", [four_bits, torchao_bits])
+@pytest.mark.parametrize("make", [four_bits, torchao_bits, torchao_nf4])
 def test_a_state_resumes_on_one_process(make: Any, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(make())
@@ -138,12 +156,13 @@ def test_a_state_resumes_on_one_process(make: Any, tmp_path: Path) -> None:
     assert list(losses_of(model, 2)) == went_on
 
 
+@pytest.mark.parametrize(("make", "kind"), [(torchao_bits, "IntxUnpackedToInt8Tensor"), (torchao_nf4, "NF4Tensor")])
 @ranks(2)
-def test_weights_of_torchao_stay_whole_and_train_as_on_one_process() -> None:
-    alone = list(losses_of(torchao_bits(), 4))
+def test_weights_of_torchao_stay_whole_and_train_as_on_one_process(make: Any, kind: str) -> None:
+    alone = list(losses_of(make(), 4))
     accelerator = sharding(cpu_ram_efficient_loading=True)
-    model = accelerator.prepare(torchao_bits())
-    assert type(model[0].base.weight.data).__name__ == "IntxUnpackedToInt8Tensor"
+    model = accelerator.prepare(make())
+    assert type(model[0].base.weight.data).__name__ == kind
     assert list(losses_of(model, 4, accelerator.backward)) == pytest.approx(alone, abs=1e-6)
 
 

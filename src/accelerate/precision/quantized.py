@@ -3,7 +3,8 @@
 [Note: quantised shards] `fully_shard` makes plain parameters of what it gathers, so a weight loses what its class kept
 beside its values: the scales. `Linear4bit` of bitsandbytes also has them on the layer, and gives them back to a
 gathered weight. Its packed bytes are sharded, as long as nothing converts them to another dtype. Weights of all other
-quantised classes stay whole on every process: bitsandbytes in 8 bits, and torchao, whose classes cannot be split.
+quantised classes stay whole on every process: bitsandbytes in 8 bits, and torchao, whose classes cannot be split, or
+can (NF4) but do not resume.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import transform_subclass
 
 from ..errors import UnsupportedSettingError
 from ..runtime.collectives.operations import mesh_of
@@ -29,16 +31,35 @@ def _is_quantized(param: nn.Parameter) -> bool:
     bitsandbytes = sys.modules.get("bitsandbytes")
     if bitsandbytes is not None and isinstance(param, (bitsandbytes.nn.Params4bit, bitsandbytes.nn.Int8Params)):
         return True
-    return (
-        _is_composed(param)
-        and not param.requires_grad  # training in a low precision has classes of its own
-        and not hasattr(param, "fsdp_pre_all_gather")  # made for FSDP2
-    )
+    return is_composed(param) and not param.requires_grad  # training in a low precision has classes of its own
 
 
-def _is_composed(tensor: Tensor) -> bool:
-    """Return whether a tensor has others inside, as those of torchao have. A DTensor is sharded, not composed."""
-    return hasattr(tensor, "__tensor_flatten__") and mesh_of(tensor) is None
+def is_composed(tensor: Tensor) -> bool:
+    """Return whether a tensor has others inside, as those of torchao have.
+
+    A DTensor is sharded, not composed, and the result of a collective is a plain tensor that is not there yet.
+    """
+    return hasattr(tensor, "__tensor_flatten__") and mesh_of(tensor) is None and not is_pending(tensor)
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Return whether a tensor is the result of a collective that nobody has waited for."""
+    return hasattr(tensor, "trigger_wait")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors inside a composed tensor."""
+    return [part for _, part in _parts("", tensor)]
+
+
+def with_parts(tensor: Tensor, replacement: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a composed tensor with other tensors inside."""
+
+    def replaced(_: str, part: Tensor) -> Tensor:
+        return with_parts(part, replacement) if is_composed(part) else replacement(part)
+
+    result: Tensor = transform_subclass(tensor, replaced)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -160,7 +181,7 @@ def _with_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _scales(param: Any) -> Iterator[Tensor]:
     """Yield the scales of a weight. Those of 8-bit layers move away in their first forward pass."""
-    if _is_composed(param):
+    if is_composed(param):
         yield from (tensor for _, tensor in _parts("", param) if tensor.is_floating_point())
     if isinstance(scales := getattr(param, "SCB", None), Tensor):
         yield scales
@@ -195,7 +216,7 @@ def _hook(module: nn.Module, hook: Callable[..., None]) -> None:
 
 def _composed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     own = {name: param for name, param in module._parameters.items() if param is not None}
-    return {name: param for name, param in own.items() if _is_composed(param) and not param.requires_grad}
+    return {name: param for name, param in own.items() if is_composed(param) and not param.requires_grad}
 
 
 def _give_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -216,7 +237,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 def _parts(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors inside a tensor, by their paths."""
-    if not _is_composed(tensor):
+    if not is_composed(tensor):
         yield path, tensor
         return
     for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.modules.dtensors import dtensor_like, local
+from ...precision.quantized import is_composed, with_parts
 from ...runtime.collectives.nested import leaves
 from ...runtime.devices import device as devices
 from ...runtime.streams.mapping import THREADS
@@ -41,6 +42,8 @@ class Staging:
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
+            if is_composed(own := local(tensor.detach())):  # without an address of its own
+                return dtensor_like(tensor, with_parts(own, copied))
             key = storage_key(tensor)
             if tensor.numel() and key in copies:  # tied weights stay tied
                 return copies[key]

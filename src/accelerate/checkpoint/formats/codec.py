@@ -18,7 +18,9 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...precision.quantized import is_composed, parts_of, with_parts
 from ...runtime.collectives.nested import leaves
 from ...runtime.streams.mapping import copy_storages
 from ..layout import FileFacts
@@ -72,13 +74,23 @@ def read(path: Path, **load_options: Any) -> Any:
             if "mmap" in options or not options["weights_only"] or not zipfile.is_zipfile(path):
                 return torch.load(path, **options)
             mapped = torch.load(path, mmap=True, **options)
-        return deepcopy(mapped, copy_storages(leaf for leaf in leaves(mapped) if _is_plain_tensor(leaf)))
+        return _with_own_memory(mapped)
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
             f"{path} is not loaded, because it holds more than data{_culprit(error)}. If you trust where it comes "
             "from, allow the class with torch.serialization.add_safe_globals, or pass "
             'load_kwargs={"weights_only": False}'
         ) from error
+
+
+def _with_own_memory(mapped: Any) -> Any:
+    """Return a copy of what was read; composed tensors, such as 8-bit moments of torchao, are copied in parts."""
+    found = leaves(mapped)
+    composed = [leaf for leaf in found if isinstance(leaf, Tensor) and is_composed(leaf)]
+    parts = [part for tensor in composed for part in parts_of(tensor)]
+    copies = copy_storages(leaf for leaf in [*found, *parts] if _is_plain_tensor(leaf))
+    copies |= {id(leaf): with_parts(leaf, lambda part: copies[id(part)]) for leaf in composed}
+    return deepcopy(mapped, copies)
 
 
 def _is_plain_tensor(leaf: Any) -> bool:

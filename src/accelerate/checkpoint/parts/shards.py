@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...errors import UnsupportedSettingError
 from ...parallel.modules.dtensors import dtensor_like, local
+from ...precision.quantized import is_composed
 from ..formats import codec
 from ..group import CheckpointGroup
 from .states import ModelPart, OptimizerPart
@@ -182,11 +184,23 @@ class ShardedOptimizerPart(OptimizerPart):
         """Return the state tensors by name, and separately the other values."""
         tensors: dict[str, Tensor] = {}
         others: dict[str, Any] = {}
+        self._require_plain_moments()
         for name, param in self._named_parameters():
             for key, value in self.owner.state.get(param, {}).items():
                 (tensors if isinstance(value, Tensor) else others)[f"optimizer.state.{name}.{key}"] = value
         merged = {name: value for part in self.group.gather(others) for name, value in part.items()}
         return {"tensors": tensors, "plain": {"groups": _options(self.owner.param_groups), "others": merged}}
+
+    def _require_plain_moments(self) -> None:
+        """Refuse moments in a few bits: DCP would read them as full numbers."""
+        for state in self.owner.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and is_composed(local(value)):
+                    raise UnsupportedSettingError(
+                        f"SHARDED_STATE_DICT with {type(local(value)).__name__} in the optimizer's state",
+                        "torch's sharded files hold plain numbers.",
+                        'Use FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT").',
+                    )
 
     def write(self, state: Any, path: Path, group: CheckpointGroup) -> None:
         """Write the shards; all ranks call it."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...data.order.position import Position, PositionError
+from ...errors import UnsupportedSettingError
 from ...parallel.base import EngineState, params_of
-from ...parallel.modules.dtensors import any_dtensor, distribute_like, gathered
+from ...parallel.modules.dtensors import any_dtensor, distribute_like, gathered, num_shards
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..formats import codec
@@ -24,6 +25,9 @@ from ..layout import PROGRESS_FILE
 
 if TYPE_CHECKING:
     from ...tracking.trackers import Trackers
+
+_MIN_LOW_BIT = 4096
+"""The number of elements from which on torchao keeps moments in a few bits."""
 
 
 class Part(ABC):
@@ -188,8 +192,28 @@ class OptimizerPart(StatefulPart):
 
     def capture(self) -> Any:
         """Return the whole state, and the names of the parameters, by which pipeline stages find theirs."""
+        if self.is_collective:
+            self._require_equal_kinds()
         state = {**self.owner.state_dict(), "names": self._own_names()}
         return {**state, "state": gathered(state["state"])} if self.is_collective else state
+
+    def _require_equal_kinds(self) -> None:
+        """Refuse moments of torchao that may have a few bits on one process and be plain on another.
+
+        They would be gathered by different collectives. Every process comes to the same result.
+        """
+        optimizer = getattr(self.owner, "optimizer", self.owner)
+        if not type(optimizer).__module__.startswith("torchao."):
+            return
+        for name, param in zip(self._own_names(), self._parameters(), strict=True):
+            shards = num_shards(param)
+            if param.numel() >= _MIN_LOW_BIT and param.shape[0] % shards:
+                raise UnsupportedSettingError(
+                    f"FULL_STATE_DICT with {type(optimizer).__name__} of torchao and {name}",
+                    f"its {param.shape[0]} rows over {shards} processes are not even, and torchao may keep a few bits "
+                    "on some of them only.",
+                    "Use a number of rows that the processes divide.",
+                )
 
     def _of_own_stages(self, state: Any) -> Any:
         """Return the state of the parameters of this rank, with its own indices."""
