@@ -75,7 +75,7 @@ class Run:
 
     def end(self) -> str:
         """Wait for the end, and return what the launcher and the processes have logged."""
-        printed, complaints = self.launcher.communicate(timeout=600)
+        printed, complaints = self.launcher.communicate(timeout=sized(gate=600, nightly=3 * 3600))
         assert self.launcher.returncode == 0, printed + complaints
         return str(complaints)
 
@@ -83,7 +83,8 @@ class Run:
 def undisturbed(folder: Path, steps: int, mode: str) -> torch.Tensor:
     """Return the parameters of the same training on one process."""
     folder.mkdir()
-    run_script(SCRIPT, folder, steps, mode, world_size=1, directory=folder)
+    limit = sized(gate=300, nightly=3600)
+    run_script(SCRIPT, folder, steps, mode, world_size=1, directory=folder, time_limit=limit)
     parameters: torch.Tensor = torch.load(folder / "end_0_0")["parameters"]
     return parameters
 

@@ -30,16 +30,13 @@ from ...errors import UnsupportedSettingError
 from ...runtime.collectives.operations import sendable
 from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
-from ...runtime.membership.member import Member, MembershipChanged
+from ...runtime.membership.member import SECONDS_TO_BE_KILLED, Member, MembershipChanged
 from ..mesh.sharded import MeshParallel
 from ..modules.averaging import broadcast_parameters
 from ..modules.dtensors import dtensor_like, mesh_of
 from ..modules.spread import Layout
 from .reducer import GradientReducer
 from .surviving import SurvivingReplicas, refuse_running_statistics
-
-SECONDS_TO_BE_KILLED = 10.0
-"""How long a process waits for its launcher to kill it, when its replica has lost another one."""
 
 
 class SurvivingShards(SurvivingReplicas, MeshParallel):
