@@ -34,6 +34,7 @@ SUBJECTS = {
     "resume": LIBRARIES,
     "hang": LIBRARIES,
     "offload": ONE_INTERFACE,
+    "offload_training": ("ours",),
     "compile": ONE_INTERFACE,
     "log": ("ours",),
     "deepspeed": ("ours",),

@@ -108,13 +108,14 @@ def compare(
     *,
     rounds: int,
     target: float | None = None,
+    warm_up: int = WARM_UP_LAPS,
 ) -> Comparison:
     """Interleave the laps of two sides and return what one costs in terms of the other."""
     builds = max(1, min(MOST_BUILDS, rounds // ROUNDS_PER_BUILD))
     order = ORDER
     costs: list[tuple[float, float]] = []
     for build in range(builds):
-        laps = _built(bare, library, library_first=build % 2 == 1)
+        laps = _built(bare, library, warm_up, library_first=build % 2 == 1)
         with _without_garbage_collection():
             for _ in range(share(rounds, builds, build)):
                 times = [(side, laps[side]()) for side in order]
@@ -123,11 +124,11 @@ def compare(
     return Comparison(what, costs, target)
 
 
-def _built(bare: Callable[[], Lap], library: Callable[[], Lap], *, library_first: bool) -> dict[str, Lap]:
+def _built(bare: Callable[[], Lap], library: Callable[[], Lap], warm_up: int, *, library_first: bool) -> dict[str, Lap]:
     """Build both sides and let them run warm."""
     sides = [("B", library), ("A", bare)] if library_first else [("A", bare), ("B", library)]
     laps = {side: build() for side, build in sides}
-    for _ in range(WARM_UP_LAPS):
+    for _ in range(warm_up):
         for lap in laps.values():
             lap()
     return laps
