@@ -151,10 +151,13 @@ def until(condition: Callable[[], object], seconds: float, interval: float = 0.0
 
 
 @contextmanager
-def machines(names: Sequence[str], folder: Path, *, own_name_is_loopback: bool = False) -> Iterator[list[Machine]]:
+def machines(
+    names: Sequence[str], folder: Path, *, own_name_is_loopback: bool = False, domain: str | None = None
+) -> Iterator[list[Machine]]:
     """Make machines that reach each other by name and address.
 
     Debian and others give a machine's own name the address 127.0.1.1 on that machine: `own_name_is_loopback`.
+    Kubernetes gives a pod with a headless service a full name, under which the others know it: `domain`.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, start=1)}
     holders: list[subprocess.Popen[bytes]] = []
@@ -164,7 +167,9 @@ def machines(names: Sequence[str], folder: Path, *, own_name_is_loopback: bool =
         for name, address in addresses.items():
             known = addresses | ({name: "127.0.1.1"} if own_name_is_loopback else {})
             hosts = folder / f"hosts.{name}"
-            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{where} {other}\n" for other, where in known.items()))
+            hosts.write_text(
+                "127.0.0.1 localhost\n" + "".join(_entry(other, where, domain) for other, where in known.items())
+            )
             holder = _hold(
                 ["--net", "--uts", "--mount"], f"hostname {name} && mount --bind {hosts} /etc/hosts", holders
             )
@@ -182,6 +187,13 @@ def machines(names: Sequence[str], folder: Path, *, own_name_is_loopback: bool =
             holder.wait()
             holder.stdin and holder.stdin.close()
             holder.stdout and holder.stdout.close()
+
+
+def _entry(name: str, address: str, domain: str | None) -> str:
+    if domain is None:
+        return f"{address} {name}\n"
+    service = domain.partition(".")[0]  # a resolver in the same Kubernetes namespace completes the rest
+    return f"{address} {name}.{domain} {name} {name}.{service}\n"
 
 
 def _hold(namespaces: Sequence[str], prepare: str, holders: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:

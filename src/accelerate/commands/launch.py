@@ -60,13 +60,17 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
     from ..launch.console import notify
     from ..launch.machines.cluster import find_cluster
     from ..launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
+    from ..launch.machines.pods import find_pod
     from ..launch.plan import make_plan
     from ..launch.processes.run import run_plan
 
     try:
         config = find_config(getattr(args, "config_file", None))
         settings = LaunchSettings.resolve(explicit_options(args, OPTIONS), config)
-        cluster = find_cluster() or cluster_from_hostfile(settings)
+        if any(settings.resolved[name].value for name in ("kubernetes", "skypilot", "dry_run")):
+            _print_manifest(settings, (args.training_script, *args.training_script_args))
+            return
+        cluster = find_cluster() or cluster_from_hostfile(settings) or find_pod(settings)
         plan = make_plan(settings, (args.training_script, *args.training_script_args), cluster)
         remarks = [*(config.unknown if config is not None else ()), *settings.without_effect(), *plan.notes]
         remarks += remarks_on_machines(settings)
@@ -87,6 +91,21 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
         raise SystemExit(2) from error
     if code != 0:
         raise SystemExit(code)
+
+
+def _print_manifest(settings: LaunchSettings, script: Sequence[str]) -> None:
+    from ..launch.console import notify
+    from ..launch.machines.manifests.job import Job, text_of
+    from ..launch.machines.manifests.kubernetes import documents
+    from ..launch.machines.manifests.skypilot import task
+
+    job = Job.from_settings(settings, script)
+    for remark in settings.without_effect():
+        notify(remark)
+    if settings.resolved["skypilot"].value:
+        print(text_of([task(job)]), end="")
+    else:
+        print(text_of(documents(job, settings.resolved["kubernetes_kind"].value)), end="")
 
 
 def _options_after_the_script(script: str, words: Sequence[str]) -> list[str]:

@@ -296,6 +296,59 @@ LAUNCHERS = (
     ),
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class MachineVariables:
+    """The variables in which one kind of cluster tells the launcher of a machine its place among the machines."""
+
+    name: str
+    num_machines: str
+    machine_rank: str
+    address: str
+    port: str | None = None
+    processes_per_machine: str | None = None
+    required: tuple[str, ...] = ()  # without all of these, the others may mean something else
+
+    def are_set(self) -> bool:
+        """Return whether this kind of cluster started the machine."""
+        return all(os.environ.get(name) for name in (self.num_machines, *self.required))
+
+
+# In order: TrainJobs and newer PyTorchJobs set torchrun's own names, and the older ones beside them.
+MACHINES = (
+    MachineVariables(
+        name="the pod's PET_ variables",
+        num_machines="PET_NNODES",
+        machine_rank="PET_NODE_RANK",
+        address="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+        processes_per_machine="PET_NPROC_PER_NODE",
+    ),
+    MachineVariables(
+        name="PyTorchJob",
+        num_machines="WORLD_SIZE",
+        machine_rank="RANK",
+        address="MASTER_ADDR",
+        port="MASTER_PORT",
+        required=("RANK", "MASTER_ADDR"),
+    ),
+    MachineVariables(
+        name="LeaderWorkerSet",
+        num_machines="LWS_GROUP_SIZE",
+        machine_rank="LWS_WORKER_INDEX",
+        address="LWS_LEADER_ADDRESS",
+    ),
+    MachineVariables(
+        name="SkyPilot",
+        num_machines="SKYPILOT_NUM_NODES",
+        machine_rank="SKYPILOT_NODE_RANK",
+        address="SKYPILOT_NODE_IPS",  # all of them, a line for each
+    ),
+)
+TORCHRUN_ENDPOINT = "PET_RDZV_ENDPOINT"  # host:port, for machines that come and go
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every pod
+JOB_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # in every pod of an indexed Job, and of a JobSet
+
 SLURM_NODE_LIST = "SLURM_STEP_NODELIST"
 SLURM_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 SLURM_NODE_ID = "SLURM_NODEID"
@@ -303,7 +356,7 @@ SLURM_STEP_ID = "SLURM_STEP_ID"
 OPENMPI_FIRST_DAEMON = "OMPI_MCA_orte_hnp_uri"  # of mpirun itself; not set since 5.0
 OPENMPI_OWN_DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 # Ids that all processes of one job share and other jobs on the host do not, the narrowest first. They select the port.
-JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
+JOB_NUMBERS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "SKYPILOT_TASK_ID")
 
 
 # Kind of accelerator -> the variables that restrict which devices a process sees. The first is the one that we set.

@@ -47,6 +47,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Messages for the user, printed before the start."""
     hosts: str | None = None
+    comes_up_late: bool = False
+    """The other machines may start minutes later."""
 
     @property
     def num_processes(self) -> int:
@@ -97,14 +99,22 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
         address=address,
         port=port,
         port_is_free=port_is_free,
-        backend="c10d" if settings.nnodes is not None else settings.rdzv_backend,
+        backend="c10d" if _is_elastic(settings, cluster) else settings.rdzv_backend,
         device=_device(settings, accelerators),
         threads=threads,
         variables=variables,
         origins=origins,
         notes=() if is_head else tuple(notes),  # the launcher on each machine knows which devices it has
         hosts=cluster.hosts if cluster is not None else None,
+        comes_up_late=cluster is not None and cluster.is_pods,
     )
+
+
+def _is_elastic(settings: LaunchSettings, cluster: Cluster | None) -> bool:
+    if settings.nnodes is not None:
+        return True
+    in_cluster = cluster is not None and cluster.min_machines is not None
+    return in_cluster and not _is_explicit(settings, "num_machines")
 
 
 def _threads(settings: LaunchSettings, processes_here: int, method: str, origins: dict[str, str]) -> int | None:
@@ -221,7 +231,9 @@ def _machines(settings: LaunchSettings, cluster: Cluster | None, origins: dict[s
     machines = settings.num_machines
     if cluster is not None and cluster.num_machines > 1 and not _is_explicit(settings, "num_machines"):
         machines = cluster.num_machines
-        origins["num_machines"] = f"{cluster.name} ({cluster.hosts})"
+        origins["num_machines"] = f"{cluster.name} ({cluster.hosts})" if cluster.hosts else cluster.name
+        if cluster.min_machines is not None:
+            return cluster.min_machines, machines
     machines = 1 if machines is None else machines
     if machines < 1:
         raise ValueError(f"num_machines is {machines} ({settings.origin('num_machines')}): it must be 1 or more.")
@@ -270,6 +282,9 @@ def _processes_here(
         notes.append(f"no GPU or other accelerator is there ({asked} asks for one): the processes run on the CPU.")
     if settings.num_processes is not None:
         return _share_of_machine(settings, settings.num_processes, machines, accelerators)
+    if cluster is not None and cluster.processes_per_machine:
+        origins["num_processes"] = f"{cluster.name}: processes per machine"
+        return _share_of_machine(settings, cluster.processes_per_machine * machines, machines, accelerators)
     if ids:
         origins["num_processes"] = f"the {len(ids)} ids of {settings.origin('gpu_ids')}"
         return len(ids)
@@ -326,12 +341,15 @@ def _rendezvous_address(
             return "127.0.0.1", port or 0, False
         origins["main_process_port"] = "a free port"
         return "127.0.0.1", free_port(), True
-    if cluster is not None and cluster.address is not None and not _is_explicit(settings, "main_process_ip"):
+    in_pods = cluster is not None and cluster.is_pods
+    by_flag = settings.origin("main_process_ip").startswith(FLAG)
+    explicit = by_flag if in_pods else _is_explicit(settings, "main_process_ip")
+    if cluster is not None and cluster.address is not None and not explicit:
         address = cluster.address
         origins["main_process_ip"] = f"{cluster.name}: first machine"
-        if port is None:
+        if port is None and cluster.port is not None:
             port = cluster.port
-            origins["main_process_port"] = f"{cluster.name}: from the job's number"
+            origins["main_process_port"] = cluster.name
     if cluster is not None and cluster.is_head:
         address = address or "(found by srun)"
     if address is None:

@@ -232,3 +232,24 @@ def test_the_addresses_of_this_machine() -> None:
     assert network.local_address_towards("127.0.0.1") == "127.0.0.1"
     assert network.interface_towards("127.0.0.1") == "lo"
     assert network.local_address_towards("nowhere.invalid") is network.interface_towards("nowhere.invalid") is None
+
+
+def test_a_name_that_appears_late_is_waited_for_in_pods_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts: list[str] = []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        attempts.append(address[0])
+        if len(attempts) < 8:
+            raise socket.gaierror(-2, "Name or service not known")
+        return socket.socket()
+
+    monkeypatch.setattr(preflight.socket, "create_connection", connect)
+    monkeypatch.setattr(preflight, "SECONDS_UNTIL_UNREACHABLE", 0.1)
+    monkeypatch.setattr(preflight, "SECONDS_BETWEEN_NOTICES", 0.3)
+    with pytest.raises(LaunchError, match="cannot reach train-0:29500, the address of machine 0: the name is unknown"):
+        preflight.check_reachable("train-0", 29500)
+    preflight.check_reachable("train-0", 29500, comes_up_late=True)
+    assert len(attempts) == 8
+    assert "train-0:29500, the address of machine 0, cannot be reached yet" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..enums import DistributedType
 from ..environment import read
-from .options import AWS, BY_NAME, BY_YAML_KEY, DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TPU, Option, yes_no
+from .options import AWS, BY_NAME, BY_YAML_KEY, DEEPSPEED, FSDP, MANIFESTS, MEGATRON, PARALLELISM, TPU, Option, yes_no
 
 # Keys for the kind of a file, and keys of other commands: known, but no options of a launch.
 KIND_KEYS = ("compute_environment", "distributed_type")
@@ -38,6 +38,8 @@ ENGINE_OF_SWITCH = {
     "use_megatron_lm": MEGATRON,
     "use_parallelism_config": PARALLELISM,
     "tpu": TPU,
+    "kubernetes": MANIFESTS,
+    "skypilot": MANIFESTS,
 }
 
 

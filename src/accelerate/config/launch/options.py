@@ -92,9 +92,10 @@ MEGATRON = "Megatron-LM"
 FP8 = "fp8"
 TPU = "TPU"
 AWS = "SageMaker"
+MANIFESTS = "Kubernetes and SkyPilot"
 
 GROUPS = (
-    *(HARDWARE, RESOURCES, MACHINES, OUTPUT, SCRIPT, COMPILE),
+    *(HARDWARE, RESOURCES, MACHINES, OUTPUT, SCRIPT, MANIFESTS, COMPILE),
     *(FSDP, PARALLELISM, DEEPSPEED, MEGATRON, FP8, TPU, AWS),
 )
 
@@ -166,12 +167,12 @@ _LAUNCH = (
     ),
     Option(
         name="rdzv_conf", help="settings of the rendezvous, as key=value,key=value", group=MACHINES, default="",
-        yaml="rdzv_conf",
+        yaml="rdzv_conf", variable="PET_RDZV_CONF",
     ),
     Option(name="role", help="name of the worker group, for torchelastic", group=MACHINES, default="default"),
     Option(
         name="max_restarts", help="restarts of all processes after a failure", group=MACHINES, read=int, default=0,
-        yaml="max_restarts",
+        yaml="max_restarts", variable="PET_MAX_RESTARTS",
     ),
     Option(
         name="survive", help="replace a process that dies, while the other replicas continue", group=MACHINES,
@@ -247,6 +248,32 @@ _LAUNCH = (
     Option(
         name="main_training_function", group=SCRIPT, yaml="main_training_function",
         help="with --tpu: call this function of the script in a process for every device, which torch_xla starts",
+    ),
+)  # fmt: skip
+
+_MANIFESTS = (
+    Option(
+        name="kubernetes", switch=True, default=False, group=MANIFESTS, engine=MANIFESTS,
+        help="with --dry_run: print the job for a Kubernetes cluster, for kubectl apply",
+    ),
+    Option(
+        name="kubernetes_kind", choices=("TrainJob", "JobSet"), default="TrainJob", group=MANIFESTS, engine=MANIFESTS,
+        help="a TrainJob of Kubeflow Trainer 2 with its runtime, or a JobSet",
+    ),
+    Option(
+        name="skypilot", switch=True, default=False, group=MANIFESTS, engine=MANIFESTS,
+        help="with --dry_run: print the task for sky jobs launch",
+    ),
+    Option(name="dry_run", switch=True, default=False, group=MANIFESTS, engine=MANIFESTS, help="print, start nothing"),
+    Option(name="job_name", group=MANIFESTS, engine=MANIFESTS, help="name of the job; default: that of the script"),
+    Option(name="image", group=MANIFESTS, engine=MANIFESTS, help="container image with the script and its packages"),
+    Option(
+        name="accelerators", group=MANIFESTS, engine=MANIFESTS,
+        help="NAME:NUMBER per machine, as nvidia.com/gpu:8 or, for SkyPilot, A100:8",
+    ),
+    Option(
+        name="storage", group=MANIFESTS, engine=MANIFESTS,
+        help="SOURCE:/PATH of the checkpoints: a PersistentVolumeClaim, or SkyPilot's bucket",
     ),
 )  # fmt: skip
 
@@ -443,7 +470,7 @@ _ELSEWHERE = (
     Option(name="aws_secret_access_key", help="AWS secret", group=AWS, engine=AWS),
 )  # fmt: skip
 
-OPTIONS = (*_LAUNCH, *_COMPILE, *_FSDP, *_PARALLELISM, *_DEEPSPEED, *_MEGATRON, *_FP8, *_ELSEWHERE)
+OPTIONS = (*_LAUNCH, *_MANIFESTS, *_COMPILE, *_FSDP, *_PARALLELISM, *_DEEPSPEED, *_MEGATRON, *_FP8, *_ELSEWHERE)
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 _SECOND_SPELLINGS = {
     "fp8_config.amax_history_length": "fp8_amax_history_len",

@@ -159,6 +159,8 @@ _METAVARS = {
     "monitor_interval": "SECONDS",
     "grace_period": "SECONDS",
     "mpirun_hostfile": "FILE",
+    "accelerators": "NAME:NUMBER",
+    "storage": "SOURCE:PATH",
 }
 
 

@@ -160,8 +160,10 @@ class LaunchSettings:
 
 _READ_WITH = {COMPILE: "it is read with a dynamo_backend only", FP8: "it is read by mixed_precision fp8 only"}
 
-# Left to the plan, which knows the machines and how many processes share the cores.
-_SET_BY_THE_PLAN = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS"})
+# Left to the plan, which knows the machines and how many processes share the cores, or read by the launcher only.
+_SET_BY_THE_PLAN = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "OMP_NUM_THREADS", "PET_MAX_RESTARTS", "PET_RDZV_CONF"}
+)
 
 
 def _resolve(option: Option, flags: Mapping[str, Any], config: ConfigFile | None) -> Resolved:

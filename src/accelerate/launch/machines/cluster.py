@@ -35,6 +35,12 @@ class Cluster:
     tasks_per_machine: int | None = None
     hosts: str | None = None
     """The machines, as the batch system writes them."""
+    min_machines: int | None = None
+    """Training may begin with so many machines, and go on with them."""
+    processes_per_machine: int | None = None
+    """As the job asks for it, like `--num_processes`."""
+    is_pods: bool = False
+    """The machines are pods: they start minutes apart, and `MASTER_ADDR` in their environment is the cluster's."""
 
 
 def find_cluster() -> Cluster | None:

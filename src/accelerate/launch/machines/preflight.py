@@ -19,6 +19,8 @@ from ..console import notify
 from .cluster import expand_node_list
 
 SECONDS_UNTIL_UNREACHABLE = 15.0
+SECONDS_UNTIL_A_POD_IS_UNREACHABLE = 600.0
+"""A pod may wait for its node or its image, and its name is unknown until it starts."""
 SECONDS_PER_ATTEMPT = 5.0
 SECONDS_BETWEEN_NOTICES = 20.0
 SECONDS_TO_WAIT = 900.0
@@ -64,18 +66,20 @@ def check_port(port: int) -> None:
         ) from error
 
 
-def wait_for_all_machines(own: Report, address: str, port: int, hosts: str | None) -> None:
+def wait_for_all_machines(
+    own: Report, address: str, port: int, hosts: str | None, *, comes_up_late: bool = False
+) -> None:
     """Return when all machines are connected; raise when one cannot connect or disagrees."""
     if own.machine_rank == 0:
         check_port(port)
         _Coordinator(own, address, port, hosts).wait_for_machines()
     else:
-        _report_to_coordinator(own, address, port)
+        _report_to_coordinator(own, address, port, comes_up_late)
 
 
-def check_reachable(address: str, port: int) -> None:
+def check_reachable(address: str, port: int, *, comes_up_late: bool = False) -> None:
     """Return when the port is open; raise if the machine cannot be reached."""
-    _connect(address, port, time.monotonic()).close()
+    _connect(address, port, time.monotonic(), comes_up_late).close()
 
 
 class _Coordinator:
@@ -166,12 +170,12 @@ class _Coordinator:
         )
 
 
-def _report_to_coordinator(own: Report, address: str, port: int) -> None:
+def _report_to_coordinator(own: Report, address: str, port: int, comes_up_late: bool) -> None:
     """Report to machine 0 and wait for its answer; report again if it was restarted meanwhile."""
     started = time.monotonic()
     next_notice = started + SECONDS_BETWEEN_NOTICES
     while True:
-        with _connect(address, port, started) as connection:
+        with _connect(address, port, started, comes_up_late) as connection:
             connection.settimeout(SECONDS_TO_WAIT)
             try:
                 connection.sendall(own.encode())
@@ -194,8 +198,9 @@ def _report_to_coordinator(own: Report, address: str, port: int) -> None:
         time.sleep(1.0)
 
 
-def _connect(address: str, port: int, started: float) -> socket.socket:
+def _connect(address: str, port: int, started: float, comes_up_late: bool) -> socket.socket:
     """Connect; retry while the connection is refused, and give up when the machine does not answer."""
+    patience = SECONDS_UNTIL_A_POD_IS_UNREACHABLE if comes_up_late else SECONDS_UNTIL_UNREACHABLE
     next_notice = started + SECONDS_BETWEEN_NOTICES
     silent_since: float | None = None
     while True:
@@ -206,20 +211,26 @@ def _connect(address: str, port: int, started: float) -> socket.socket:
             now = time.monotonic()
             refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
             silent_since = None if refused else (silent_since or before)
-            if silent_since is not None and now - silent_since > SECONDS_UNTIL_UNREACHABLE:
+            if silent_since is not None and now - silent_since > patience:
                 raise LaunchError(
                     f"This machine ({socket.gethostname()}) cannot reach {address}:{port}, the address of machine "
                     f"0: {_reason(error)}. Check --main_process_ip, the network between the two and firewalls."
                 ) from error
             if now - started > SECONDS_TO_WAIT:
                 raise LaunchError(f"Nobody listened on {address}:{port} for {SECONDS_TO_WAIT:.0f} s.") from error
-            if refused and now > next_notice:
+            if now > next_notice:
                 next_notice = now + SECONDS_BETWEEN_NOTICES
-                notify(
-                    f"{address} answers, but nobody listens on port {port} yet ({now - started:.0f} s): is the launch "
-                    "running on machine 0, with this --main_process_port?"
-                )
+                notify(_notice(error, refused, address, port, now - started))
             time.sleep(0.2)
+
+
+def _notice(error: OSError, refused: bool, address: str, port: int, seconds: float) -> str:
+    if refused:
+        return (
+            f"{address} answers, but nobody listens on port {port} yet ({seconds:.0f} s): is the launch running on "
+            "machine 0, with this --main_process_port?"
+        )
+    return f"{address}:{port}, the address of machine 0, cannot be reached yet ({seconds:.0f} s): {_reason(error)}."
 
 
 def _reason(error: OSError) -> str:

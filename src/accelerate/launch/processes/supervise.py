@@ -86,9 +86,9 @@ def _check_rendezvous(plan: Plan) -> None:
             processes_here=plan.processes_here,
             host=socket.gethostname(),
         )
-        preflight.wait_for_all_machines(own, plan.address, plan.port, plan.hosts)
+        preflight.wait_for_all_machines(own, plan.address, plan.port, plan.hosts, comes_up_late=plan.comes_up_late)
     elif not is_local_address(plan.address):
-        preflight.check_reachable(plan.address, plan.port)
+        preflight.check_reachable(plan.address, plan.port, comes_up_late=plan.comes_up_late)
 
 
 def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Outcome:

@@ -26,7 +26,7 @@ def is_local_address(address: str) -> bool:
 def local_address_towards(address: str) -> str | None:
     """Return the address under which the other machines reach this one, for a rendezvous at `address`."""
     found = _source_address_towards(address)
-    if found is None or not _is_loopback(found) or _is_loopback(address):
+    if found is None or not is_loopback(found) or is_loopback(address):
         return found
     # Many systems resolve their own name to a loopback address, which other machines cannot reach.
     return _source_address_towards(_EXTERNAL_ADDRESS) or next((own for own, _ in _own_addresses()), found)
@@ -46,7 +46,7 @@ def _own_addresses(loopback: bool = False) -> list[tuple[str, str]]:
         (item.address, name)
         for name, addresses in psutil.net_if_addrs().items()
         for item in addresses
-        if item.family in families and (loopback or not _is_loopback(item.address))
+        if item.family in families and (loopback or not is_loopback(item.address))
     ]
 
 
@@ -68,7 +68,8 @@ def _resolve(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind
         return []
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether an address is this machine as seen by itself."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
