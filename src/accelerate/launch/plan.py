@@ -341,11 +341,8 @@ def _rendezvous_address(
             return "127.0.0.1", port or 0, False
         origins["main_process_port"] = "a free port"
         return "127.0.0.1", free_port(), True
-    in_pods = cluster is not None and cluster.is_pods
-    by_flag = settings.origin("main_process_ip").startswith(FLAG)
-    explicit = by_flag if in_pods else _is_explicit(settings, "main_process_ip")
-    if cluster is not None and cluster.address is not None and not explicit:
-        address = cluster.address
+    if cluster is not None and (told := _address_in_cluster(settings, cluster)) is not None:
+        address = told
         origins["main_process_ip"] = f"{cluster.name}: first machine"
         if port is None and cluster.port is not None:
             port = cluster.port
@@ -361,6 +358,13 @@ def _rendezvous_address(
         port = DEFAULT_MASTER_PORT
         origins["main_process_port"] = "default for several machines"
     return address, port, False
+
+
+def _address_in_cluster(settings: LaunchSettings, cluster: Cluster) -> str | None:
+    """Return the address of machine 0 as the cluster says it, or None where the launch was given another one."""
+    by_flag = settings.origin("main_process_ip").startswith(FLAG)
+    given = by_flag if cluster.is_pods else _is_explicit(settings, "main_process_ip")
+    return None if given else cluster.address
 
 
 def _is_explicit(settings: LaunchSettings, name: str) -> bool:

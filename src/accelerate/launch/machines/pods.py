@@ -148,14 +148,7 @@ def _address(
     """Return the address and the port of machine 0, as all machines can reach them."""
     if settings.origin("main_process_ip").startswith(FLAG):
         return None, None  # the plan takes it
-    names = [kind.address] if kind is not None else []
-    told = {name: str(environment.read(name)).split()[0] for name in (*names, "MASTER_ADDR") if environment.read(name)}
-    port = _number(kind.port) if kind is not None and kind.port is not None else None
-    if not told and (endpoint := environment.read(environment.TORCHRUN_ENDPOINT)):
-        host, _, after = endpoint.rpartition(":")
-        told, port = {environment.TORCHRUN_ENDPOINT: host or endpoint}, int(after) if host and after.isdigit() else port
-    if kind is not None and kind.name == "SkyPilot":
-        port = port_of_this_job(ProcessInfo())
+    told, port = _told_address(kind)
     if not told:
         return _first_pod(rank), port
     name, address = next(iter(told.items()))
@@ -167,6 +160,22 @@ def _address(
         f"{name}={address} in pod {rank} ({socket.gethostname()}) is this pod itself, and not the first one: set it to "
         "a name that every pod can resolve, such as NAME-0.SERVICE for a headless service."
     )
+
+
+def _told_address(kind: MachineVariables | None) -> tuple[dict[str, str], int | None]:
+    """Return the variables that name the first machine, with their values, and the port."""
+    names = [*([kind.address] if kind is not None else []), "MASTER_ADDR"]
+    told = {name: value.split()[0] for name in names if (value := environment.read(name))}
+    if kind is not None and kind.name == "SkyPilot":
+        return told, port_of_this_job(ProcessInfo())
+    port = _number(kind.port) if kind is not None and kind.port is not None else None
+    endpoint = environment.read(environment.TORCHRUN_ENDPOINT)
+    if told or not endpoint:
+        return told, port
+    found = re.fullmatch(r"\[?(.+?)\]?:(\d+)", endpoint)
+    if found is None:
+        return {environment.TORCHRUN_ENDPOINT: endpoint}, port
+    return {environment.TORCHRUN_ENDPOINT: found[1]}, int(found[2])
 
 
 def _first_pod(rank: int | None) -> str:
