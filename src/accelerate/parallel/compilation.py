@@ -25,6 +25,7 @@ from ..errors import UnsupportedSettingError
 from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
 from .modules.dtensors import any_dtensor
+from .modules.memory.offloading import refuse_offloaded
 from .modules.unwrapping import is_compiled_module
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class _Compiling:
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Place, wrap, then compile the models."""
+        for model in bundle.models:
+            refuse_offloaded(model, f"dynamo_backend={self._plugin.backend}")
         if self._strategy.capabilities.compiles_inside:
             for model in bundle.models:
                 compile_regions_deepspeed(model, **self._plugin.to_kwargs())
