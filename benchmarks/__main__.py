@@ -37,6 +37,7 @@ SUBJECTS = {
     "offload_training": ("ours",),
     "compile": ONE_INTERFACE,
     "log": ("ours",),
+    "muon": ("ours",),
     "deepspeed": ("ours",),
     "experts": ("ours",),
     "copies": ("ours",),

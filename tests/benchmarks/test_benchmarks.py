@@ -59,6 +59,7 @@ def results() -> Results:
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
         ("log", GENEROUS),
+        ("muon", GENEROUS_FOR_TWO_PROCESSES),
         ("copies", GENEROUS),
         ("replicas", GENEROUS_FOR_TWO_PROCESSES),
         ("sequences", GENEROUS_FOR_TWO_PROCESSES),

@@ -93,6 +93,10 @@ class Steps:
     shard: Callable[[nn.Module], nn.Module]
 
 
+FULL_STEPS = "_accelerate_full_steps"
+"""The name under which an optimizer keeps its `FullSteps`; see mesh/matrices/stepping.py."""
+
+
 class EngineState(ABC):
     """The state of a model and optimizer that an engine owns, as named trees of data."""
 
@@ -363,6 +367,11 @@ class Strategy(ABC):
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def full_steps_of(optimizer: Any) -> Any:
+    """Return the `FullSteps` of an optimizer, prepared or not, whose parameters are stepped whole; None for others."""
+    return getattr(optimizer, FULL_STEPS, None)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

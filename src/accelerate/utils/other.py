@@ -12,6 +12,7 @@ from ..parallel.compilation import (
     is_repeated_blocks,
     model_has_dtensor,
 )
+from ..parallel.mesh.matrices.stepping import step_full_tensors
 from ..parallel.mesh.tensor.plans import get_model_tp_size
 from ..parallel.modules.unwrapping import extract_model_from_parallel, is_compiled_module
 from ..runtime.collectives.nested import merge_dicts
@@ -42,6 +43,7 @@ __all__ = [
     "model_has_dtensor",
     "recursive_getattr",
     "save",
+    "step_full_tensors",
     "wait_for_everyone",
     "write_basic_config",
 ]

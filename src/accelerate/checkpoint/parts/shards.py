@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...errors import UnsupportedSettingError
+from ...parallel.base import full_steps_of
 from ...parallel.modules.dtensors import dtensor_like, local
 from ...precision.quantized import is_composed
 from ..formats import codec
@@ -214,13 +215,16 @@ class ShardedOptimizerPart(OptimizerPart):
 
     def read(self, path: Path, group: CheckpointGroup, **load_options: Any) -> dict[str, Any]:
         """Read the shards of this rank."""
-        there = sizes_in(path)
+        there, steps = sizes_in(path), full_steps_of(self.owner)
         into: dict[str, Tensor] = {}
         for name, param in self._named_parameters():
+            is_whole = steps is not None and steps.takes(param)
+            if is_whole and not steps.owns(param):
+                continue
             stem = f"optimizer.state.{name}."
             for full_name, facts in there.items():
                 if full_name.startswith(stem) and "." not in full_name.removeprefix(stem):
-                    like = facts.size == param.shape
+                    like = facts.size == param.shape and not is_whole
                     into[full_name] = (
                         _on_host(param, facts.properties.dtype)
                         if like

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...data.order.position import Position, PositionError
 from ...errors import UnsupportedSettingError
-from ...parallel.base import EngineState, params_of
+from ...parallel.base import EngineState, full_steps_of, params_of
 from ...parallel.modules.dtensors import any_dtensor, distribute_like, gathered, num_shards
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
@@ -195,7 +195,10 @@ class OptimizerPart(StatefulPart):
         if self.is_collective:
             self._require_equal_kinds()
         state = {**self.owner.state_dict(), "names": self._own_names()}
-        return {**state, "state": gathered(state["state"])} if self.is_collective else state
+        if not self.is_collective:
+            return state
+        moments, steps = gathered(state["state"]), full_steps_of(self.owner)
+        return {**state, "state": moments if steps is None else steps.gathered(self._parameters(), moments)}
 
     def _require_equal_kinds(self) -> None:
         """Refuse moments of torchao that may have a few bits on one process and be plain on another.
@@ -232,8 +235,11 @@ class OptimizerPart(StatefulPart):
         params = self._parameters()
         state = state if self.is_whole else self._of_own_stages(state)
         if self.is_collective:
+            steps = full_steps_of(self.owner)
             moments = {
-                index: {
+                index: moments_of_one
+                if steps is not None and steps.takes(params[index])  # its owner keeps it whole, and others drop it
+                else {
                     name: distribute_like(value, params[index])
                     if isinstance(value, Tensor) and value.shape == params[index].shape
                     else value

@@ -36,6 +36,7 @@ from .context.sequences import SequenceAxis
 from .experts.balance import expert_counts
 from .experts.dispatch import SpreadForward
 from .experts.spreading import ExpertParallel
+from .matrices.stepping import follow
 from .tensor.plans import complete_gradients_of_split, split_layers
 from .tensor.transformers_styles import sum_each_gradient_once
 
@@ -346,7 +347,10 @@ class MeshParallel(Strategy):
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         super()._rebind(optimizer)
         params = params_of(optimizer)
+        steps = follow(optimizer)
         for param in params:  # an optimizer that has stepped before: shard its moments like its parameters
+            if steps is not None and steps.takes(param):
+                continue
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.shape == param.shape:
                     optimizer.state[param][name] = distribute_like(value, param)

@@ -31,6 +31,7 @@ from ...runtime.collectives.operations import sendable
 from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
 from ...runtime.membership.member import SECONDS_TO_BE_KILLED, Member, MembershipChanged
+from ..base import full_steps_of
 from ..mesh.sharded import MeshParallel
 from ..modules.averaging import broadcast_parameters
 from ..modules.dtensors import dtensor_like, mesh_of
@@ -103,6 +104,16 @@ class SurvivingShards(SurvivingReplicas, MeshParallel):
         if self.counterparts is not None:
             shards = [param for param in model.parameters() if mesh_of(param) is not None]
             broadcast_parameters(shards, self.counterparts, self.runtime.device)
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._rebind(optimizer)
+        if full_steps_of(optimizer) is not None:
+            raise UnsupportedSettingError(
+                f"--survive with {type(optimizer).__name__} and sharded replicas",
+                "each matrix is stepped whole by one process of a replica, which was not tried with processes that "
+                "are replaced.",
+                "Leave --survive out, or use replicas of one process each, or another optimizer.",
+            )
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
