@@ -115,6 +115,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             must then be left out.
         parallelism_config: A `ParallelismConfig`: how many processes copy, shard, split or cut the model.
         offload: Where to keep the blocks of a model that does not fit: "host", "disk", or an `OffloadConfig`.
+        meter: Whether to measure the run: True, or a dict with the arguments of `meter`.
     """
 
     @suggest_arguments
@@ -142,6 +143,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         offload: Any = None,
+        meter: bool | dict[str, Any] = False,
     ) -> None:
         handlers = Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
@@ -227,6 +229,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         self.flag_tensor: Tensor | None = None
         self._start_recovery()
         self._start_recording()
+        self._start_meter(meter)
 
     def _start_recording(self) -> None:
         """Let the verbs that look at a run stand between the script and this object; hardly any run has one."""

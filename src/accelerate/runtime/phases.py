@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 DATA, FORWARD, BACKWARD, STEP, SAVING, WAITING, OTHER = range(7)
 NAMES = ("data", "forward", "backward", "step", "saving", "waiting", "other")
@@ -38,10 +38,12 @@ class PhaseClock:
         "_seconds",
         "_since",
         "_stepped",
+        "copies",
         "extra_values",
         "rows",
         "steps",
         "thread",
+        "trained",
     )
 
     def __init__(self) -> None:
@@ -49,6 +51,10 @@ class PhaseClock:
         self.steps = 0
         self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
         """Steps that have not been read yet; a reader in another thread pops them from the left."""
+        self.copies: deque[Row] | None = None
+        """The same steps, for a second reader: the meter."""
+        self.trained = 0
+        """Changes whenever a backward pass or a step of an optimizer begins."""
         self.extra_values: dict[str, Any] | None = None
         """Values for the tracker to add to the next ones it logs, set by a reader."""
         self._seconds = [0.0] * len(NAMES)
@@ -62,7 +68,18 @@ class PhaseClock:
         self._seconds[before] += now - self._since
         self._since = now
         self._phase = phase
+        if BACKWARD <= phase <= STEP:
+            self.trained += 1
         return before
+
+    def skip(self) -> None:
+        """Leave out the time since the last change of phase: the loop was not training."""
+        self._since = perf_counter()
+
+    def forget(self) -> None:
+        """Leave out all that was measured since the last step ended: it was an evaluation."""
+        self._seconds = [0.0] * len(NAMES)
+        self._since = perf_counter()
 
     def restart(self) -> None:
         """Count steps from 0 again, and forget those that were not read; called by the reader."""
@@ -98,8 +115,13 @@ class PhaseClock:
             self._end_step()
         self._has_loader = True
 
+    def _keep(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.copies is not None:
+            self.copies.append(row)
+
     def _end_step(self) -> None:
-        self.rows.append((self.steps, self._seconds))
+        self._keep((self.steps, self._seconds))
         self._seconds = [0.0] * len(NAMES)
         self.steps += 1
         self._stepped = False
@@ -109,6 +131,20 @@ clock: PhaseClock | None = None
 """The clock of this process, while it is read."""
 run_folder: str | None = None
 """The folder of the run that is being logged to files."""
+
+
+class Published(Protocol):
+    """What the ranks of a run tell each other about their throughput."""
+
+    def row(self) -> bytes:
+        """Return the numbers of this rank."""
+
+    def take(self, rows: list[bytes]) -> None:
+        """Take the numbers of all ranks."""
+
+
+meter: Published | None = None
+"""The meter of this process; whoever exchanges the times of steps exchanges its numbers, too."""
 
 
 @contextmanager

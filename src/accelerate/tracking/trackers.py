@@ -6,7 +6,7 @@ import atexit
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,8 @@ class Trackers:
         self._writers: list[Writer] = []
         self._config: dict[str, Any] | None = None
         self._number = StepCounter()
+        self.extra_values: Callable[[], dict[str, float]] = dict
+        """Returns metrics to add to the record that is being logged: those of the meter, when they are due."""
         self._resumed: Mapping[str, Any] = {}
         """The runs of the resumed checkpoint, until trackers are opened that continue them."""
         self._started = False
@@ -175,7 +177,7 @@ class Trackers:
         if self._writers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
-            record = Record(_copied(values) | _straggler_metrics(), step, dict(log_kwargs))
+            record = Record(_copied(values) | _straggler_metrics() | self.extra_values(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
 

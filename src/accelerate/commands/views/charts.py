@@ -19,7 +19,7 @@ _WORDS = (
     (SCORE, {"accuracy", "acc", "f1", "auc", "auroc", "bleu", "rouge", "precision", "recall", "score", "iou", "map",
              "mcc", "reward", "r2", "top1", "top5", "em", "exact"}),
     (RATE, {"lr", "lrs", "learning"}),
-    (SPEED, {"throughput", "speed", "tflops", "mfu", "sec", "second"}),
+    (SPEED, {"throughput", "speed", "tflops", "mfu", "utilization", "sec", "second"}),
     (MEMORY, {"memory", "mem", "vram"}),
 )  # fmt: skip
 GIB = 2.0**30

@@ -255,6 +255,11 @@ class PreparedLoader(DataLoader[Any]):
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
     @property
+    def is_in_epoch(self) -> bool:
+        """Return whether an epoch has begun and not ended; it has begun from the first batch to the end of the loop."""
+        return self._is_in_epoch
+
+    @property
     def is_mid_epoch(self) -> bool:
         """Return whether an epoch has begun and has more batches."""
         return self._is_in_epoch and not self.end_of_dataloader
@@ -336,8 +341,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Count the time spent waiting for batches, if the phase clock runs."""
-        clock = phases.clock
+        meter = self.gradient_state.meter
+        clock = phases.clock if meter is None else meter.running_clock()
         timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
+        if meter is not None:
+            timed = meter.measure_batches(timed, self)
         return timed if self.gradient_state.between_batches is None else self._with_bodies(timed)
 
     def _with_bodies(self, rounds: Iterator[Any]) -> Iterator[Any]:
@@ -464,10 +472,17 @@ class PreparedLoader(DataLoader[Any]):
         """Save the state before a batch is prefetched, because it is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:
-        place, division = self._device_placement(), self.division
-        if division is None:
+        place, division, meter = self._device_placement(), self.division, self.gradient_state.meter
+        if division is None and meter is None:
             return place
-        return lambda batch: division.begin_batch(batch if place is None else place(batch))
+
+        def place_batch(batch: Any) -> Any:
+            if meter is not None:  # before it is moved or divided: counting waits for no device
+                meter.count(batch, self.partial_round)
+            placed = batch if place is None else place(batch)
+            return placed if division is None else division.begin_batch(placed)
+
+        return place_batch
 
     def _device_placement(self) -> Callable[[Any], Any] | None:
         device = self.device

@@ -1,17 +1,24 @@
-"""Find a batch size that fits, and release memory."""
+"""Find a batch size that fits, release memory, and tell its peak."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .device import clear_device_cache
+from .device import clear_device_cache, is_cpu, is_xla
 
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+__all__ = [
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "peak_memory",
+    "release_memory",
+    "should_reduce_batch_size",
+]
 
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -91,3 +98,16 @@ def find_executable_batch_size(
         ) from last_error
 
     return with_fitting_batch_size
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the bytes that this process had at most: allocated on an accelerator, or resident on a CPU."""
+    if not is_cpu(device):
+        peak = getattr(torch.accelerator, "max_memory_allocated", None)  # of torch 2.9
+        return 0 if peak is None or is_xla(device) else int(peak(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -49,11 +49,13 @@ class GradientState:
 
     between_batches: Callable[[], None] | None = None
     """Called when the outermost loop over a loader has completed its body, before the next batch is read."""
+    meter: Any = None
+    """What counts the batches of loops over prepared loaders: a `watch.meter.meter.Meter`."""
     _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {name: value for name, value in self.__dict__.items() if name != "between_batches"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("between_batches", "meter")}
 
     @classmethod
     def _reset_state(cls) -> None:

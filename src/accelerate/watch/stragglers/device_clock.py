@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...runtime.devices.device import has_streams
-from ...runtime.phases import NAMES, OTHER, PhaseClock, Row
+from ...runtime.phases import BACKWARD, NAMES, OTHER, STEP, PhaseClock, Row
 
+_SKIPPED = -1
 _MOST_PENDING = 64
 """Steps whose events are kept: a host is a few steps ahead of its device at most."""
 
@@ -42,7 +43,18 @@ class DeviceClock(PhaseClock):
         before = self._phase
         self._marks.append((before, self._record()))
         self._phase = phase
+        if BACKWARD <= phase <= STEP:
+            self.trained += 1
         return before
+
+    def skip(self) -> None:
+        """Leave out the time since the last change of phase: the loop was not training."""
+        self._marks.append((_SKIPPED, self._record()))
+
+    def forget(self) -> None:
+        """Leave out all that was measured since the last step ended: it was an evaluation."""
+        self._free.extend(event for _, event in self._marks[1:])  # the first one is the last of the step before
+        self._marks = [(OTHER, self._record())]
 
     def collect(self) -> deque[Row]:
         """Return the steps that have not been read yet; those that the device has not completed come later."""
@@ -51,7 +63,7 @@ class DeviceClock(PhaseClock):
             try:
                 if not marks[-1][1].query():
                     break
-                self.rows.append((step, _seconds(marks)))
+                self._keep((step, _seconds(marks)))
             except RuntimeError:  # events that were recorded into a graph have no time
                 pass
             self._pending.popleft()
@@ -74,5 +86,6 @@ def _seconds(marks: list[tuple[int, Any]]) -> list[float]:
     """Return the seconds per phase between the first event of a step and its last one."""
     seconds = [0.0] * len(NAMES)
     for (_, start), (phase, end) in pairwise(marks):
-        seconds[phase] += start.elapsed_time(end) / 1e3
+        if phase != _SKIPPED:
+            seconds[phase] += start.elapsed_time(end) / 1e3
     return seconds

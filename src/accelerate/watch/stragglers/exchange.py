@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "ranks.jsonl"
 RANKS_PER_SECOND = 1_000
 _SECONDS_BETWEEN_EXCHANGES = 0.3
+_SECONDS_BETWEEN_THROUGHPUTS = 1.0
 _SECONDS_OF_FAST_STEPS = 2.0
 """Length of a window where ten steps are shorter than one exchange; with many ranks, one exchange."""
 _MOST_DOUBLINGS = 9
@@ -60,7 +61,9 @@ class Exchange:
         self._windows = Windows()
         self._next_poll = -math.inf
         self._has_published = self._is_complete = False
+        self._next_throughput = -math.inf
         self._keys = [f"phases/{other}" for other in range(world_size)]
+        self._throughputs = [f"throughput/{other}" for other in range(world_size)]
         self._names = range(world_size) if names is None else names
         self._judge = Judge()
         self._warner: _Warner = _Warner() if before is None else before._warner
@@ -79,6 +82,17 @@ class Exchange:
             self._sync_length()
         if self._rank == 0 and self._judge.is_pending(self._windows.newest):
             self._judge_windows()
+        if phases.meter is not None:
+            self._exchange_throughput(phases.meter, now)
+
+    def _exchange_throughput(self, meter: phases.Published, now: float) -> None:
+        """Publish the numbers of this rank's meter; on rank 0, read those of all ranks."""
+        if now < self._next_throughput:
+            return
+        self._next_throughput = now + max(_SECONDS_BETWEEN_THROUGHPUTS, self.period)
+        self._store.set(self._throughputs[self._rank], meter.row())
+        if self._rank == 0 and self._store.check(self._throughputs):
+            meter.take(self._store.multi_get(self._throughputs))
 
     def _sync_length(self) -> None:
         """Use the number of steps per window that rank 0 chooses."""

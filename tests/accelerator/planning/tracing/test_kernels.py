@@ -8,7 +8,8 @@ from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from accelerate.accelerator.planning.tracing.kernels import AcceleratorAutocast, count_cpu_attention
+from accelerate.accelerator.planning.tracing.kernels import AcceleratorAutocast
+from accelerate.watch.meter.flops import count_cpu_attention
 
 
 def test_a_block_is_recomputed_in_the_formats_of_its_forward_pass() -> None:

@@ -7,11 +7,18 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+import torch
+
+from ....runtime.devices.device import device_module, is_cpu
 
 DEVICES = Path(__file__).with_name("devices.yaml")
 
 _GIB = 1 << 30
+_WORDS_BESIDE_NAMES = re.compile(r"(geforce|tesla|instinct|oam|sxm\d?|pcie|hbm\d?e?|\d+gb|virtual|serveredition)*")
+"""What drivers write beside the name of a device, such as `NVIDIA H100 80GB HBM3`."""
 _FORMATS = {"float64": "fp64", "float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 _NEXT_WIDER = {
     "fp8": ("bf16", "fp16"),
@@ -143,6 +150,15 @@ class Catalogue:
         interval = self.intervals["fitted" if self.devices[name].efficiency.fitted else "assumed"]
         return Cluster(self.devices[name], node, size, interval)
 
+    def recognised(self, name: str) -> Device | None:
+        """Return the device that a driver calls so, such as `Tesla V100-SXM2-32GB`; None if none has this name."""
+        plain = _plain(name)
+        for alias in sorted(self.aliases, key=len, reverse=True):
+            before, found, after = plain.partition(alias)
+            if found and _WORDS_BESIDE_NAMES.fullmatch(before) and _WORDS_BESIDE_NAMES.fullmatch(after):
+                return self.devices[self.aliases[alias]]
+        return None
+
     def _name(self, kind: str) -> str:
         name = self.aliases.get(_plain(kind))
         if name is None:
@@ -173,6 +189,28 @@ def load(path: Path = DEVICES) -> Catalogue:
         return _catalogue(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no file of devices in the form of {DEVICES}: {error!r}") from error
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Return the FLOP per second of a device of this process: measured on a CPU, else by its name; None if unknown."""
+    if is_cpu(device):
+        return measured_flops(getattr(torch, dtype, torch.float32))
+    try:
+        name = str(device_module(device).get_device_name(device))
+    except (AttributeError, RuntimeError):
+        return None
+    found = load().recognised(name)
+    return None if found is None else found.peak(dtype)
+
+
+def measured_flops(dtype: torch.dtype, size: int = 512, repeat: int = 9) -> float:
+    """Return the FLOP per second of this process's threads on a CPU, by the fastest of some products of matrices."""
+    matrix, seconds = torch.ones(size, size, dtype=dtype), []
+    for _ in range(repeat):
+        start = perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(perf_counter() - start)
+    return 2 * size**3 / min(seconds)
 
 
 def format_of(dtype: str) -> str:

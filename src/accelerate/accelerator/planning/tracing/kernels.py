@@ -17,7 +17,8 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils
-from torch.utils.flop_counter import flop_registry
+
+from ....watch.meter.flops import count_cpu_attention
 
 _LARGEST_FLASH_HEAD = 256
 _IN_FP32 = {
@@ -43,16 +44,6 @@ def use_accelerator_kernels() -> None:
     autocast.__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
     nn_module.register_module_forward_pre_hook(autocast.enter_module)
     nn_module.register_module_forward_hook(autocast.leave_module, always_call=True)
-
-
-def count_cpu_attention() -> None:
-    """Count the FLOPs of the CPU's attention as the GPU's: torch does not, and context parallelism calls it itself."""
-    aten: Any = torch.ops.aten
-    flash, cpu = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu
-    flop_registry.setdefault(cpu, flop_registry[flash])
-    backward = aten._scaled_dot_product_flash_attention_backward
-    cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    flop_registry.setdefault(cpu_backward, flop_registry[backward])
 
 
 def _attention(

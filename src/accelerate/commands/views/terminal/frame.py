@@ -12,6 +12,7 @@ from ..page.page import flat
 from ..runs.finding import FILE_NAME, Runs
 from ..runs.reading import Run, clean, describe_lost
 from ..runs.replicas import read_changes
+from ..runs.throughput import newest_throughput
 from .text import (
     BOLD,
     DIM,
@@ -100,7 +101,7 @@ class Frame:
         speed = recent_speed(run)
         if speed is not None:
             facts.append(f"{format_number(speed)} steps/s")
-        facts.append(format_seconds(run.seconds))
+        facts += [*newest_throughput(run), format_seconds(run.seconds)]
         if state != "finished" and run.last_time is not None:
             facts.append(f"last line {format_seconds(self._now - run.last_time)} ago")
             total = total_steps(run)

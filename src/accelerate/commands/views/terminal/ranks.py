@@ -15,6 +15,7 @@ from ..runs.moments import FILE_NAME, StepWindow, newest_windows
 from ..runs.reading import Run, clean, describe_lost
 from ..runs.replicas import FILE_NAME as REPLICAS_FILE
 from ..runs.replicas import Change, read_changes
+from ..runs.throughput import newest_throughput
 from .live import follow, has_screen, show_once
 from .text import BOLD, DIM, GREEN, RED, Line, Span, cut, format_seconds, render, run_colour
 
@@ -35,7 +36,8 @@ class Ranks:
         self._window, self._slow_window = newest_windows(run.file.with_name(FILE_NAME))
         self._changes = read_changes(run.file)
         ranks = sorted(self._window.ranks) if self._window is not None else []
-        free_lines = self.height - 6 - _MAX_FINDING_LINES
+        self._throughput = newest_throughput(run)
+        free_lines = self.height - 6 - _MAX_FINDING_LINES - bool(self._throughput)
         changes = [] if self._changes is None else self._changes.changes
         self._newest = changes[-min(_MAX_CHANGES, max(1, free_lines // 3)) :]
         free_lines = max(1, free_lines - len(self._newest) - 3 * bool(changes))
@@ -45,7 +47,8 @@ class Ranks:
 
     def text(self, coloured: bool, final: bool = False) -> str:
         """Return the picture's lines."""
-        lines = [self._head(), []]
+        throughput = [[Span(" · ".join(self._throughput))]] if self._throughput else []
+        lines = [self._head(), *throughput, []]
         if self._window is not None:
             lines += [*self._table(self._window, coloured), [], *self._finding(self._window)]
         elif self._changes is None:

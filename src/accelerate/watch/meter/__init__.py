@@ -1,0 +1,1 @@
+"""Measure the throughput of a run. Start with `meter`."""

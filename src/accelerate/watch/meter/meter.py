@@ -1,0 +1,352 @@
+"""The meter of a run: samples, tokens and FLOPs per second, shares of the step, and the time left.
+
+[Note: what the loop pays] The training thread adds up counts and seconds, once per batch. Everything else happens when
+somebody asks: the loop that logs, a progress bar, or the watcher's thread, which tells the numbers of this rank to
+rank 0 through the store, about once a second. Nothing waits for a device, and there is no collective.
+
+[Note: which batches count] A batch is one of training if a backward pass or an optimizer's step begins before the next
+batch of the same loop is requested. Other batches are evaluation: neither they nor their seconds count, also where the
+loop over them is inside of the loop that trains. The first batch of training is left out of all rates, because
+warming up takes time, and so does counting its FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...runtime import phases
+from ...runtime.devices.memory import peak_memory
+from ...runtime.phases import NAMES, PhaseClock, Row
+from ..stragglers.device_clock import clock_for
+from .counting import BatchCounter, Count, PartialRound
+from .flops import FlopCounter
+from .reading import FIELDS, FLOPS, MEMORY, PEAK, RECOMPUTED, SAMPLES, SHARES, STEPS, TOKENS, Reading, Table, combined
+
+_RECENT_SECONDS = 10.0
+_SECONDS_BETWEEN_SAMPLES = 1.0
+_MOST_SAMPLES = 4096
+_MOST_STEPS = 8192
+_BATCHES_BETWEEN_COLLECTIONS = 16
+_BATCHES_TO_TRY = 3
+"""Batches of a loop that may be the first of training: a loop without any is an evaluation."""
+
+_Totals = tuple[int, float, float, float, float]
+"""Batches, samples, tokens, elements and seconds of training; replaced as a whole, for readers in other threads."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """How a meter counts: the arguments of `Accelerator.meter`."""
+
+    tokens: Callable[[Any], int] | None = None
+    steps: int | None = None
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    log_every: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a meter asks of the run: functions, because members may come and go."""
+
+    device: torch.device
+    world_size: Callable[[], int]
+    share: Callable[[], float]
+    """The part of this rank's samples that no other rank counts: less than 1 where several ranks read the same."""
+    steps_taken: Callable[[], int]
+    """Optimizer steps since the beginning of the run, also of those before a resume."""
+    peak: Callable[[], float | None]
+    """FLOP per second that the device reaches at most; None if that is not known."""
+
+
+class _Sample(NamedTuple):
+    time: float
+    totals: _Totals
+    steps: int
+    done: float
+    """Steps or batches of the run so far, in the unit of `Meter._end`."""
+    phases: tuple[float, ...]
+
+
+class Meter:
+    """Measure this process, and on the main process the run. See [Note: what the loop pays]."""
+
+    def __init__(self, options: Options, place: Place) -> None:
+        self.options = options
+        self.epochs: int | None = None
+        """Epochs of the loop that trains, as far as `Accelerator.progress` was told."""
+        self._place = place
+        self._counter = BatchCounter(options.tokens)
+        self._clock: PhaseClock | None = None
+        self._own_clock: PhaseClock | None = None
+        self._steps: deque[Row] = deque(maxlen=_MOST_STEPS)
+        self._has_first_step = False
+        """Whether the times of the first step of training were read, and left out."""
+        self._phases = [0.0] * len(NAMES)
+        self._totals: _Totals = (0, 0.0, 0.0, 0.0, 0.0)
+        self._seen: Count = (0.0, 0.0, 0.0)
+        self._claimed = 0.0
+        """Seconds of all completed batches, of evaluation too."""
+        self._added_at: float | None = None
+        self._loader: Callable[[], Any] = lambda: None
+        self._flops: FlopCounter | None = None
+        self._counted_work = 0.0
+        self._counted_since = 0
+        self._per_element: tuple[float, float] | None = None
+        """FLOPs per element of a batch, and those of recomputation."""
+        self._peak: float | None = options.peak_flops
+        self._samples: list[_Sample] = []
+        self._others: list[Table] = []
+        self._lock = threading.Lock()
+        self._next_log = -math.inf
+        self.running_clock()
+        phases.meter = self
+
+    @property
+    def batches(self) -> int:
+        """The batches of training so far, on this process."""
+        return self._totals[0]
+
+    # --- in the training thread -------------------------------------------------------------------------------------
+
+    def running_clock(self) -> PhaseClock:
+        """Return the clock of this process, and start one if nothing else has."""
+        clock = phases.clock
+        if clock is None:
+            clock = phases.clock = self._own_clock = clock_for(self._place.device)
+        if clock is not self._clock:
+            self._clock, clock.copies = clock, self._steps
+        return clock
+
+    def count(self, batch: Any, partial: PartialRound | None) -> None:
+        """Count the batch that a loader is about to yield."""
+        self._seen = seen = self._counter(batch, partial)
+        if self._flops is not None:
+            self._counted_work += seen[2]
+
+    def measure_batches(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+        """Yield the batches of a loop, and add up those of training. See [Note: which batches count]."""
+        clock = self._clock
+        if clock is None or threading.get_ident() != clock.thread:
+            yield from batches
+            return
+        if self._peak is None:
+            self._peak = self._place.peak() or 0.0
+        tries = _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
+        if self._flops is not None and clock.trained != self._counted_since:
+            self._end_counting(clock)  # an evaluation inside of the first batch of training
+        counts = False
+        clock.skip()  # what came before this loop
+        start, claimed, trained = perf_counter(), self._claimed, clock.trained
+        for batch in batches:
+            seen = self._seen
+            if tries:
+                tries -= 1
+                counts = self._begin_counting(seen, clock)
+            try:
+                yield batch
+            finally:  # also if the loop is left early
+                now = perf_counter()
+                own = max(0.0, now - start - (self._claimed - claimed))  # without loops inside of this one
+                self._claimed = claimed = self._claimed + own
+                start = now
+                if counts:
+                    counts = False
+                    self._end_counting(clock)
+                if clock.trained != trained:
+                    trained = clock.trained
+                    self._add(seen, own, loader)
+                else:
+                    clock.forget()
+
+    def _add(self, seen: Count, own: float, loader: Any) -> None:
+        batches, samples, tokens, work, seconds = self._totals
+        self._totals = (batches + 1, samples + seen[0], tokens + seen[1], work + seen[2], seconds + own)
+        if self._loader() is not loader:
+            self._loader = weakref.ref(loader)
+        if batches % _BATCHES_BETWEEN_COLLECTIONS == 0:
+            if not self._samples:
+                self._sample(perf_counter())
+                self._has_first_step = False
+            elif self._clock is self._own_clock and self._own_clock is not None:
+                self._own_clock.collect()  # a clock of the device keeps a few steps only
+
+    def add(self, samples: float, tokens: float = 0.0) -> None:
+        """Count what did not come from a prepared loader, on this process; call it once per step.
+
+        Args:
+            samples: The samples of the step.
+            tokens: Their tokens.
+        """
+        now = perf_counter()
+        own = 0.0 if self._added_at is None else now - self._added_at
+        self._added_at = now
+        batches, before, tokens_before, work, seconds = self._totals
+        self._totals = (batches + 1, before + samples, tokens_before + tokens, work, seconds + own)
+        if not self._samples:
+            self._sample(now)
+
+    def _begin_counting(self, seen: Count, clock: PhaseClock) -> bool:
+        """Count FLOPs from here on, if this may be the first batch of training; return whether."""
+        if self._flops is not None or self._per_element is not None or not torch.is_grad_enabled():
+            return False
+        self._counted_work, self._counted_since = seen[2], clock.trained
+        self._flops = FlopCounter()
+        self._flops.start()
+        return True
+
+    def _end_counting(self, clock: PhaseClock) -> None:
+        """Stop counting FLOPs when the next batch is requested; without training in between, they do not count."""
+        counter = self._flops
+        if counter is not None and counter.stop():
+            self._flops = None
+            if clock.trained != self._counted_since and self._counted_work:
+                self._per_element = (counter.flops / self._counted_work, counter.recomputed / self._counted_work)
+
+    # --- whenever somebody asks -------------------------------------------------------------------------------------
+
+    def read(self) -> Reading | None:
+        """Return the throughput of the run over the last ten seconds; None before two batches of training.
+
+        On the main process it is that of all ranks. Other ranks know their own numbers only, and take the others to be
+        as fast.
+        """
+        with self._lock:
+            row = self._row()
+            if row is None:
+                return None
+            world_size = self._place.world_size()
+            rows = [row, *self._others[1:world_size]]  # the own numbers are the newest
+            return combined(rows, world_size, self._seconds_left())
+
+    def due_values(self) -> dict[str, float]:
+        """Return the metrics to add to what the loop logs now: none if they were added a few seconds ago."""
+        now = perf_counter()
+        if now < self._next_log:
+            return {}
+        reading = self.read()
+        if reading is None:
+            return {}
+        self._next_log = now + self.options.log_every
+        return reading.values()
+
+    def row(self) -> bytes:
+        """Return the numbers of this rank, for rank 0."""
+        with self._lock:
+            row = self._row()
+        return (np.zeros(FIELDS) if row is None else row).astype("<f8").tobytes()
+
+    def take(self, rows: Sequence[bytes]) -> None:
+        """Take the numbers of all ranks."""
+        table = [np.frombuffer(row, dtype="<f8") for row in rows]
+        if all(row[SAMPLES] for row in table[1:]):  # else a rank has not made two steps yet
+            self._others = table
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        if phases.meter is self:
+            phases.meter = None
+        if phases.clock is self._own_clock:
+            phases.clock = None
+
+    def _sample(self, now: float) -> _Sample:
+        """Return the present state, and keep it if the last one that was kept is old enough."""
+        clock = self._own_clock
+        if clock is not None and clock is self._clock and clock.thread == threading.get_ident():
+            clock.collect()
+        while self._steps:
+            _, seconds = self._steps.popleft()
+            if self._has_first_step:
+                self._phases = [sum(pair) for pair in zip(self._phases, seconds, strict=True)]
+            self._has_first_step = bool(self._samples)
+        sample = _Sample(now, self._totals, self._place.steps_taken(), self._end()[0], tuple(self._phases))
+        if not self._samples or now - self._samples[-1].time >= _SECONDS_BETWEEN_SAMPLES:
+            self._samples.append(sample)
+            if len(self._samples) > _MOST_SAMPLES:
+                del self._samples[1::2]
+        return sample
+
+    def _row(self) -> Table | None:
+        if not self._samples:
+            return None
+        now = self._sample(perf_counter())
+        before = self._before(now)
+        batches, samples, tokens, work, seconds = (
+            new - old for new, old in zip(now.totals, before.totals, strict=True)
+        )
+        if not batches or seconds <= 0:
+            return None
+        share, row = self._place.share(), np.zeros(FIELDS)
+        row[STEPS], row[SAMPLES], row[TOKENS] = now.steps - before.steps, samples * share, tokens * share
+        if self.options.flops_per_sample is not None:
+            row[FLOPS] = self.options.flops_per_sample * samples * share
+        elif self._per_element is not None:
+            row[FLOPS], row[RECOMPUTED] = (each * work for each in self._per_element)
+        row[: RECOMPUTED + 1] /= seconds
+        row[PEAK], row[MEMORY] = self._peak or 0.0, peak_memory(self._place.device)
+        spent = np.subtract(now.phases, before.phases)
+        row[SHARES] = spent / spent.sum() if spent.sum() > 0 else 0.0
+        return row
+
+    def _before(self, now: _Sample) -> _Sample:
+        """Return the sample with which the recent seconds begin: the last one that is old enough and has less."""
+        for sample in reversed(self._samples):
+            if now.time - sample.time >= _RECENT_SECONDS and sample.totals[0] < now.totals[0]:
+                return sample
+        return self._samples[0]
+
+    def _seconds_left(self) -> float | None:
+        """Return the time until the end, by the speed of the newer half of the run: it includes evaluations."""
+        done, end = self._end()
+        if end is None or not self._samples:
+            return None
+        if done >= end:
+            return 0.0
+        now, first = perf_counter(), self._samples[0].time
+        half = min(
+            bisect_left(self._samples, (first + now) / 2, key=lambda sample: sample.time), len(self._samples) - 1
+        )
+        for before in (self._samples[half], self._samples[0]):
+            if done > before.done and now > before.time:
+                return (end - done) * (now - before.time) / (done - before.done)
+        return None
+
+    def _end(self) -> tuple[float, float | None]:
+        """Return how far the run is and where it ends: in optimizer steps if their number was given, else in batches.
+
+        Without a number of steps or epochs, the end is that of the epoch.
+        """
+        if self.options.steps is not None:
+            return self._place.steps_taken(), self.options.steps
+        loader = self._loader()
+        if loader is None:
+            return 0.0, None
+        position = position_of(loader)
+        if position is None:
+            return 0.0, None
+        epochs, batch, length = position
+        return epochs * length + batch, length * max(self.epochs or 0, epochs + (batch > 0))
+
+
+def position_of(loader: Any) -> tuple[int, int, int] | None:
+    """Return the epochs that a prepared loader has completed, the batches it has yielded since, and those of an epoch.
+
+    None where the length is not known.
+    """
+    try:
+        length = len(loader) + loader.skip_batches // loader.batches_per_round
+    except (TypeError, NotImplementedError):
+        return None
+    rounds = -(-loader.cursor.batches // loader.batches_per_round) if loader.is_in_epoch else 0
+    return loader.iteration, min(length, rounds), length
