@@ -38,6 +38,7 @@ SUBJECTS = {
     "compile": ONE_INTERFACE,
     "log": ("ours",),
     "muon": ("ours",),
+    "meter": ("ours",),
     "deepspeed": ("ours",),
     "experts": ("ours",),
     "copies": ("ours",),
