@@ -40,6 +40,14 @@ def test_cpu_and_a_number_mean_that_number_of_processes() -> None:
     assert made.variables["ACCELERATE_USE_CPU"] == "True"
 
 
+def test_ray_chooses_nodes_devices_and_ports() -> None:
+    made = plan(ray=True, num_processes=4, mixed_precision="bf16")
+    assert (made.method, made.num_processes, made.port, made.threads) == ("ray", 4, 0, None)
+    assert made.variables["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert not {"RANK", "MASTER_ADDR", "OMP_NUM_THREADS"} & made.variables.keys()
+    assert "one per GPU of the cluster" in plan(ray=True).origins["num_processes"]
+
+
 def test_cores_are_shared_out_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(num_processes=2).threads == 2
     assert plan(num_processes=2, num_cpu_threads_per_process=7).threads == 7

@@ -85,7 +85,12 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
             raise ValueError(f"{' '.join(config.misspelt)} Correct the file, or pass --lenient to continue without it.")
         for remark in remarks:
             notify(remark)
-        code = run_plan(settings, plan, replace_process=replace_process)
+        if plan.method == "ray":
+            from ..launch.ray.script import run_script
+
+            code = run_script(settings, plan)
+        else:
+            code = run_plan(settings, plan, replace_process=replace_process)
     except (ValueError, OSError, LaunchError) as error:
         notify(str(error))
         raise SystemExit(2) from error

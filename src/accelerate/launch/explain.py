@@ -19,6 +19,7 @@ _METHODS = {
     "elastic": "torchelastic starts and watches the processes",
     "srun": "srun starts this launch once on every machine",
     "mpirun": "mpirun starts the processes",
+    "ray": "Ray starts one actor per process, on nodes that it chooses",
 }
 
 
@@ -71,7 +72,7 @@ def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) 
     return [
         ("configuration file", source, ""),
         ("method", _METHODS[plan.method], ""),
-        ("processes", f"{plan.num_machines} machine(s) x {plan.processes_here} = {plan.num_processes}", ""),
+        ("processes", _processes(settings, plan), ""),
         ("device", plan.device, ""),
         ("rendezvous", f"{plan.address}:{plan.port}" if plan.method == "elastic" else "not needed", ""),
         ("command", shlex.join(worker_command(settings, plan.script, recorded=False)), ""),
@@ -81,6 +82,15 @@ def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) 
             "unless the script sets gradient_accumulation_steps or split_batches",
         ),
     ]
+
+
+def _processes(settings: LaunchSettings, plan: Plan) -> str:
+    if plan.method != "ray":
+        return f"{plan.num_machines} machine(s) x {plan.processes_here} = {plan.num_processes}"
+    if settings.num_processes is None:
+        return "one per GPU of the cluster, else one per node"
+    least = settings.ray_min_processes or settings.num_processes
+    return f"{plan.num_processes} on the nodes of the cluster" + (f", at least {least}" * (least < plan.num_processes))
 
 
 def _processes_per_sample(settings: LaunchSettings) -> int:

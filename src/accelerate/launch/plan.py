@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config import environment
 from ..config.launch.copies import refuse_copies
+from ..config.launch.on_ray import refuse_on_ray
 from ..config.launch.settings import FLAG, LaunchSettings
 from ..config.launch.survival import refuse_survival
 from ..config.origins import ORIGINS_VARIABLE
@@ -26,7 +27,7 @@ class Plan:
     """What one launcher will do."""
 
     method: str
-    """exec, elastic, srun or mpirun."""
+    """exec, elastic, srun, mpirun or ray."""
     script: tuple[str, ...]
     """The script and its arguments, as given."""
     processes_here: int
@@ -62,6 +63,8 @@ class Plan:
 
 def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> Plan:
     """Resolve everything that the settings leave open."""
+    if settings.ray:
+        return _plan_on_ray(settings, script)
     origins: dict[str, str] = {}
     notes: list[str] = []
     accelerators = 0 if settings.cpu else count_accelerators()
@@ -84,9 +87,7 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     variables |= _network_variables(method, machines, address, origins)
     variables |= _head_variables(cluster)
     variables |= _nccl_variables(method, accelerators, cluster, origins, notes)
-    variables[ORIGINS_VARIABLE] = json.dumps(
-        {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
-    )
+    variables[ORIGINS_VARIABLE] = _origins_of_settings(settings)
     notes += _notes_on_debug_rank(settings, method, here * machines) + _notes_on_num_processes(settings, cluster)
     is_head = cluster is not None and cluster.is_head
     return Plan(
@@ -115,6 +116,38 @@ def _is_elastic(settings: LaunchSettings, cluster: Cluster | None) -> bool:
         return True
     in_cluster = cluster is not None and cluster.min_machines is not None
     return in_cluster and not _is_explicit(settings, "num_machines")
+
+
+def _plan_on_ray(settings: LaunchSettings, script: Sequence[str]) -> Plan:
+    """Return the plan of a launch on a Ray cluster, which chooses nodes, devices and ports."""
+    refuse_on_ray(settings)
+    variables = settings.child_variables()
+    if settings.num_cpu_threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
+    variables[ORIGINS_VARIABLE] = _origins_of_settings(settings)
+    given = settings.num_processes is not None
+    return Plan(
+        method="ray",
+        script=tuple(script),
+        processes_here=settings.num_processes or 1,
+        num_machines=1,
+        machine_rank=0,
+        min_machines=1,
+        address="(rank 0's node)",
+        port=0,
+        port_is_free=False,
+        backend="static",
+        device="CPU" if settings.cpu else "the cluster's GPUs, else CPU",
+        threads=settings.num_cpu_threads_per_process,
+        variables=variables,
+        origins={} if given else {"num_processes": "one per GPU of the cluster, else one per node; not known here"},
+    )
+
+
+def _origins_of_settings(settings: LaunchSettings) -> str:
+    return json.dumps(
+        {name: settings.origin(name) for name in environment.SETTING_VARIABLES if name in settings.resolved}
+    )
 
 
 def _threads(settings: LaunchSettings, processes_here: int, method: str, origins: dict[str, str]) -> int | None:

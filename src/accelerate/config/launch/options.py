@@ -209,6 +209,22 @@ _LAUNCH = (
         yaml="mpirun_config.mpirun_hostfile",
     ),
     Option(
+        name="ray", help="run the processes on the nodes of a Ray cluster, one actor per rank", group=MACHINES,
+        switch=True, default=False,
+    ),
+    Option(
+        name="ray_address", group=MACHINES,
+        help="with --ray: address of the cluster; default: the one of this node, else a local one is started",
+    ),
+    Option(
+        name="ray_resources", group=MACHINES,
+        help="with --ray: resources of each process, as CPU=4,GPU=1; default: one CPU, and one GPU if there are any",
+    ),
+    Option(
+        name="ray_min_processes", group=MACHINES, read=int,
+        help="with --ray: start with so many processes if there is no room for --num_processes",
+    ),
+    Option(
         name="log_dir", help="folder for the output of every rank; the terminal then shows the main process only",
         group=OUTPUT, yaml="log_dir",
     ),

@@ -49,6 +49,10 @@ class LaunchSettings:
     monitor_interval: float = 0.1
     grace_period: float = 30.0
     mpirun_hostfile: str | None = None
+    ray: bool = False
+    ray_address: str | None = None
+    ray_resources: str | None = None
+    ray_min_processes: int | None = None
     log_dir: str | None = None
     tee: str = "0"
     redirects: str = "0"

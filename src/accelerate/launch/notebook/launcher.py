@@ -76,7 +76,7 @@ def notebook_launcher(
     """
     check_precision(mixed_precision, "notebook_launcher(mixed_precision=...)")
     _check_call("notebook_launcher", args, num_processes)
-    _refuse_nesting("notebook_launcher")
+    refuse_nesting("notebook_launcher")
     on_xla = _asks_for_xla(num_processes)
     if num_processes is None and not on_xla:
         with patch_environment(**_COUNT_WITHOUT_CUDA):
@@ -124,7 +124,7 @@ def debug_launcher(
     _check_call("debug_launcher", args, num_processes)
     if debug_rank is not None and not 0 <= debug_rank < num_processes:
         raise ValueError(f"debug_rank={debug_rank} is none of the ranks 0 to {num_processes - 1}.")
-    _refuse_nesting("debug_launcher")
+    refuse_nesting("debug_launcher")
     with patch_environment(**export_settings({"cpu": True})):
         if num_processes == 1:
             return _call_here(function, args)
@@ -156,7 +156,8 @@ def _check_call(launcher: str, args: Sequence[Any], num_processes: int | None) -
         raise ValueError(f"{launcher}() needs num_processes to be 1 or more, not {num_processes}.")
 
 
-def _refuse_nesting(launcher: str) -> None:
+def refuse_nesting(launcher: str) -> None:
+    """Refuse to launch in a process that a launcher has started."""
     here = ProcessInfo.from_environment()
     if here.world_size > 1 or read_setting("fork_launched"):
         raise RuntimeConflictError(

@@ -262,7 +262,7 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
     names_all_ranks = culprit.diagnosis is not None or verdict.shapes
     if verdict.collateral and not names_all_ranks:
-        lines += _field("collateral", _collateral_text(verdict.collateral), width)
+        lines += _field("collateral", collateral_text(verdict.collateral), width)
     if attempts > 1:
         lines += _field("attempts", f"{attempts}; this is the last one", width)
     above = f"above the panel of {culprit.machine}" if culprit.machine else "above"
@@ -355,7 +355,8 @@ def _relative(file: str) -> str:
         return file
 
 
-def _collateral_text(endings: Sequence[Ending]) -> str:
+def collateral_text(endings: Sequence[Ending]) -> str:
+    """Say what happened to the ranks that did not fail by themselves."""
     how: dict[str, list[int]] = {
         "lost the connection to it": [],
         "waited for it": [],
@@ -433,6 +434,11 @@ _REMEDIES = (
         r"AttributeError: '(DistributedDataParallel|OptimizedModule)' object has no attribute",
         "accelerator.unwrap_model(model), which has the attributes of your own model; prepare() has put another module "
         "around it",
+    ),
+    (
+        r"its process is gone",
+        "that node's kernel log (dmesg) for an out-of-memory kill, the worker's log in Ray's session folder, and "
+        "whether the node was taken away",
     ),
     (r"BdbQuit", "nothing: the debugger was left with `q`, which ends the rank; `c` lets it go on"),
     (
