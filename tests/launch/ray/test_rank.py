@@ -36,7 +36,7 @@ def variables_of(rank: int, places: list[Place], devices: list[tuple[str, ...]])
     ranks._work, ranks._places, ranks._attempt = work, places, 1
     ranks._several_nodes = len({each.node_id for each in places}) > 1
     ranks._homes = {
-        each.rank: Home(pid=1, host="", free_port=7000 + each.rank, devices=given, error_file="")
+        each.rank: Home(pid=1, free_port=7000 + each.rank, devices=given, error_file="")
         for each, given in zip(places, devices, strict=True)
     }
     return dict(ranks._variables(places[rank]))

@@ -82,16 +82,18 @@ def _group(request: Request, size: int, seconds: float, say: Callable[[str], Non
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([dict(request.resources)] * size, strategy=request.strategy)
-    early = min(seconds, SECONDS_BEFORE_NOTICE)
-    if group.wait(early):
-        return group
-    if seconds > early:
-        if say is not None:
-            say(f"waiting for {_wanted(request, size)}, for up to {seconds:.0f} s.")
-        if group.wait(seconds - early):
-            return group
-    remove_placement_group(group)
-    return None
+    ready = False
+    try:
+        early = min(seconds, SECONDS_BEFORE_NOTICE)
+        ready = group.wait(early)
+        if not ready and seconds > early:
+            if say is not None:
+                say(f"waiting for {_wanted(request, size)}, for up to {seconds:.0f} s.")
+            ready = group.wait(seconds - early)
+        return group if ready else None
+    finally:
+        if not ready:
+            remove_placement_group(group)
 
 
 def _wanted(request: Request, size: int) -> str:

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ class Home:
     """What an actor knows of its process."""
 
     pid: int
-    host: str
     free_port: int
     devices: tuple[str, ...]
     """The ids of its GPUs, as Ray assigned them."""
@@ -72,7 +70,6 @@ class Rank:
 
         return Home(
             pid=os.getpid(),
-            host=socket.gethostname(),
             free_port=get_free_port(),
             devices=tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))),
             error_file=self._error_file,
@@ -105,7 +102,10 @@ class Rank:
         command = [sys.executable, worker.__file__, *words] if python else words
         self._export({**variables, LAUNCHER_PID: str(os.getpid())})
         guard = Guard()
-        child = subprocess.Popen(command, cwd=folder if os.path.isdir(folder) else None, start_new_session=True)
+        try:
+            child = subprocess.Popen(command, cwd=folder if os.path.isdir(folder) else None, start_new_session=True)
+        except OSError as error:  # a program that this node does not have
+            return self._failure(error)
         guard.watch_groups([child.pid])
         sent: list[int] = []
 

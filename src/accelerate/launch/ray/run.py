@@ -50,20 +50,19 @@ class RayOutcome(Outcome):
 def run(work: Work, request: Request, say: Callable[[str], None]) -> RayOutcome:
     """Run the ranks; after a failure start them again, on the nodes that there are then."""
     signals: list[int] = []
-    with handled_by(lambda number, frame: signals.append(number)):
-        for attempt in range(work.max_restarts + 1):
-            with reserved(request, say) as (group, places):
-                ranks = Ranks(work, group, places, request.resources, attempt)
-                try:
-                    outcome = ranks.run(signals, say)
-                finally:
-                    ranks.end()
-            left = work.max_restarts - attempt
-            if not outcome.failed or outcome.signal is not None or left == 0:
-                break
-            saved = "the workers saved and left, because a node is to be taken away"
-            why = saved if outcome.asks_for_restart else outcome.verdict().headline
-            say(f"{why}; restarting ({left - 1} more after this).")
+    for attempt in range(work.max_restarts + 1):
+        with reserved(request, say) as (group, places), handled_by(lambda number, frame: signals.append(number)):
+            ranks = Ranks(work, group, places, request.resources, attempt)
+            try:
+                outcome = ranks.run(signals, say)
+            finally:
+                ranks.end(places)
+        left = work.max_restarts - attempt
+        if not outcome.failed or outcome.signal is not None or left == 0:
+            break
+        saved = "the workers saved and left, because a node is to be taken away"
+        why = saved if outcome.asks_for_restart else outcome.verdict().headline
+        say(f"{why}; restarting ({left - 1} more after this).")
     return outcome
 
 
@@ -95,20 +94,23 @@ class Ranks:
                 for place in self._places
             }
             lost, running = self._watch(work, outcome, signals, say, outcome.answers.__setitem__)
-        ended = self._endings_of_lost(lost)
+        self.end(place for place in self._places if place.rank in running)
+        written = self._written(lost.keys() | running)
+        ended = {rank: written.get(rank) or _lost_process(rank, error) for rank, error in lost.items()}
         ended |= {rank: answer.ending for rank, answer in outcome.answers.items()}
-        # Ranks that have not begun, or that were ended, only waited for others. A script may have said so.
-        waited = self._actors.keys() - ended.keys() | running
-        ended |= {rank: self._stopped.get(rank) or _ended_by_launcher(rank) for rank in waited}
+        # Ranks that have not begun, or that were ended, only waited for others. They may have said so.
+        for rank in self._actors.keys() - ended.keys() | running:
+            said = self._stopped.get(rank) or written.get(rank) or _ended_by_launcher(rank)
+            ended[rank] = replace(said, ended_by_launcher=True)
         outcome.endings = [self._on_node_of(ended[rank]) for rank in sorted(ended)]
         return outcome
 
-    def end(self) -> None:
-        """End the actors, and with them what they started."""
+    def end(self, places: Iterable[Place]) -> None:
+        """End actors, and with them what they started."""
         import ray
 
-        for actor in self._actors.values():
-            ray.kill(actor, no_restart=True)
+        for place in places:
+            ray.kill(self._actors[place.rank], no_restart=True)
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class Ranks:
         for call in done:
             with suppress(ray.exceptions.RayError):
                 if isinstance(answer := ray.get(call), Answer):
-                    self._stopped[answer.ending.rank] = replace(answer.ending, ended_by_launcher=True)
+                    self._stopped[answer.ending.rank] = answer.ending
 
     def _signal(self, places: Iterable[Place], number: int) -> None:
         import ray
@@ -194,24 +196,22 @@ class Ranks:
 
     # --- how ranks ended ----------------------------------------------------------------------------------------------
 
-    def _endings_of_lost(self, lost: Mapping[int, Exception]) -> dict[int, Ending]:
+    def _written(self, ranks: Iterable[int]) -> dict[int, Ending]:
         """Read what ranks have written before their processes ended; Ray reports every such end in the same words."""
         import ray
 
         read = {
             rank: _task_on(self._places[rank].node_id, read_ending).remote(rank, self._homes[rank].error_file)
-            for rank in lost
+            for rank in ranks
             if rank in self._homes
         }
         end = time.monotonic() + SECONDS_TO_READ_FILES
-        endings = {}
-        for rank, error in lost.items():
-            found = None
+        found = {}
+        for rank, call in read.items():
             with suppress(ray.exceptions.RayError):  # the node is gone
-                if rank in read:
-                    found = ray.get(read[rank], timeout=max(0.0, end - time.monotonic()))
-            endings[rank] = found or _lost_process(rank, error)
-        return endings
+                if (ending := ray.get(call, timeout=max(0.0, end - time.monotonic()))) is not None:
+                    found[rank] = ending
+        return found
 
     def _on_node_of(self, ending: Ending) -> Ending:
         machine = f"node {self._places[ending.rank].address}" if self._several_nodes else None
