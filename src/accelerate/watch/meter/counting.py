@@ -26,6 +26,7 @@ class BatchCounter:
 
     def __init__(self, tokens: Callable[[Any], int] | None) -> None:
         self._tokens = tokens
+        self._has_tokens = False
         self._form: type | None = None
         self._path: tuple[Any, ...] = ()
         """The keys that lead to the leading tensor of a batch of this form."""
@@ -35,14 +36,14 @@ class BatchCounter:
         leading = self._leading(batch)
         if leading is None:
             return 1.0, 0.0 if self._tokens is None else self._tokens(batch), 1.0
-        work = leading.numel()
-        rows = leading.size(0) if leading.dim() else 1
-        tokens = self._tokens(batch) if self._tokens is not None else _tokens(batch, leading)
+        shape = leading.shape
+        rows = shape[0] if shape else 1
+        tokens = 0 if not self._has_tokens else self._tokens(batch) if self._tokens else _tokens(batch, leading)
         if partial is None:
-            return rows, tokens, work
+            return rows, tokens, leading.numel()
         # Every rank counts its part of the real samples of all: the sum over ranks is what counts.
         real = sum(partial.counts) / (len(partial.counts) * max(partial.rows, 1))
-        return rows * real, tokens * real, work
+        return rows * real, tokens * real, leading.numel()
 
     def _leading(self, batch: Any) -> Tensor | None:
         if type(batch) is self._form:
@@ -56,6 +57,7 @@ class BatchCounter:
                 pass  # the same class with other parts
         path, leading = _find(batch)
         self._form, self._path = (None, ()) if path is None else (type(batch), path)
+        self._has_tokens = self._tokens is not None or path == ("input_ids",)
         return leading
 
 
@@ -78,9 +80,7 @@ def _find(batch: Any) -> tuple[tuple[Any, ...] | None, Tensor | None]:
 
 
 def _tokens(batch: Any, leading: Tensor) -> int:
-    """Return the tokens of a batch that has `input_ids`, without padding where a mask on the host shows it; else 0."""
-    if not isinstance(batch, Mapping) or batch.get("input_ids") is not leading:
-        return 0
+    """Return the tokens of a batch with `input_ids`, without padding where a mask on the host shows it."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == leading.shape and is_cpu(mask.device):
         return int(mask.count_nonzero())
