@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, PipelineConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, PipelineConfig, linear_cross_entropy
+from accelerate.utils.memory import recompute_activations, step_in_backward
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 256, 8, 2048, 128
 PLAN = {"blocks.*.query": "colwise", "blocks.*.key": "colwise", "blocks.*.value": "colwise", "blocks.*.out": "rowwise",
@@ -42,8 +43,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A decoder."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, linear_loss: bool = False) -> None:
         super().__init__()
+        self.linear_loss = linear_loss
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -52,6 +54,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        if self.linear_loss:
+            return linear_cross_entropy(x, self.head.weight, tokens, bias=self.head.bias)
         logits: Tensor = self.head(x)
         return logits
 
@@ -68,6 +72,8 @@ class Tokens(Dataset[Tensor]):
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the mean loss."""
+    if logits.dim() == 0:
+        return logits
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -80,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--mixed_precision", default="no")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--levers", nargs="*", default=[], help="linear_loss recompute host_inputs in_backward offload")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--microbatches", type=int, default=4)
     for axis in ("dp_shard", "tp", "cp", "pp"):
@@ -103,6 +110,7 @@ def accelerator_of(args: argparse.Namespace) -> Accelerator:
         cpu=True,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulation,
+        offload="host" if "offload" in args.levers else None,
         **options,
     )
 
@@ -111,8 +119,12 @@ def main() -> None:
     """Train for some steps."""
     args = arguments()
     accelerator = accelerator_of(args)
-    model: Any = Model(args.layers)
+    model: Any = Model(args.layers, linear_loss="linear_loss" in args.levers)
+    if "recompute" in args.levers or "host_inputs" in args.levers:
+        recompute_activations(model, offload="host_inputs" in args.levers)
     optimizer: Any = torch.optim.AdamW(model.parameters())
+    if "in_backward" in args.levers:
+        step_in_backward(optimizer)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Tokens(), batch_size=args.batch_size))
     for batch, tokens in enumerate(loader):
         with accelerator.accumulate(model), accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
@@ -121,7 +133,8 @@ def main() -> None:
             else:
                 loss = loss_of(model(tokens), tokens)
                 accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if "in_backward" not in args.levers:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         print("loss", loss.item())

@@ -19,6 +19,7 @@ from ...inference.estimating.batches import Batch, Loss
 from ...inference.estimating.sizes import FLOATS, Sizes
 from ..planning.memory.peak import Memory
 from ..planning.trace import ACTIVATIONS, COMMUNICATION, COPIES, GATHERED, GRADIENTS, OPTIMIZER, TEMPORARIES, WEIGHTS
+from .levers import LEVERS, Lever
 from .program import NotTracedError, Program
 
 _MIXED_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
@@ -85,6 +86,20 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WithLever:
+    """The memory of training with one lever."""
+
+    name: str
+    line: str
+    """How it is written in a script."""
+    training: Training | None
+    saves: int = 0
+    """Bytes of the peak."""
+    objection: str | None = None
+    """Why it is not possible, or could not be traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The memory of a model in one format."""
 
@@ -94,6 +109,8 @@ class Estimate:
     inference: Inference
     training: Training | None
     """None for formats that are for inference only, and for models without trained parameters."""
+    levers: tuple[WithLever, ...] = ()
+    """The same training with less memory, if it was asked for."""
     left_out: str | None = None
     """Why the memory of a batch is not known."""
     guesses: tuple[str, ...] = ()
@@ -108,11 +125,12 @@ def estimate(
     loss: Loss | None = None,
     spread: Spread = Spread(),
     pure: bool = False,
+    levers: bool = False,
 ) -> Estimate:
     """Return the memory of a model in a format, with a batch per process; without one, activations are left out.
 
     The model may be on the meta device. Nothing is allocated, and the model is left as it is. `loss` takes the outputs
-    of the model and the batch.
+    of the model and the batch. With `levers` the training is traced again with each line that saves memory.
     """
     sizes = Sizes(model, dtype)
     name, largest = sizes.largest_layer()
@@ -136,12 +154,14 @@ def estimate(
         if not pure:
             program = replace(program, stored_in=torch.float32, mixed_precision=_MIXED_PRECISION[dtype])
         training = _training(program, dtype, problems, guesses)
+    possible = levers and training is not None and not problems
     return Estimate(
         dtype=dtype,
         largest_layer=largest,
         largest_layer_name=name,
         inference=inference,
         training=training,
+        levers=tuple(_with_lever(program, dtype, lever, training) for lever in LEVERS) if possible and training else (),
         left_out=problems[0] if problems else None,
         guesses=tuple(dict.fromkeys(guesses)),
     )
@@ -159,6 +179,10 @@ def _inference(program: Program, weights: int, problems: list[str], guesses: lis
 
 def _training(program: Program, dtype: str, problems: list[str], guesses: list[str]) -> Training:
     memory = _memory(program, problems, guesses)
+    return _training_of(memory, program, dtype, has_batch=not problems)
+
+
+def _training_of(memory: Memory, program: Program, dtype: str, *, has_batch: bool) -> Training:
     parts = _parts(memory)
     return Training(
         stored_in=str(program.stored_in).removeprefix("torch."),
@@ -166,13 +190,27 @@ def _training(program: Program, dtype: str, problems: list[str], guesses: list[s
         weights=parts[WEIGHTS],
         gradients=parts[GRADIENTS],
         optimizer=parts[OPTIMIZER],
-        activations=None if problems else parts[ACTIVATIONS],
-        copies=None if problems else parts[COPIES],
+        activations=parts[ACTIVATIONS] if has_batch else None,
+        copies=parts[COPIES] if has_batch else None,
         communication=parts[GATHERED] + parts[COMMUNICATION],
         temporaries=parts[TEMPORARIES],
         peak_in=memory.peak.moment.phase,
-        most_activations=None if problems else round(memory.most[ACTIVATIONS]),
+        most_activations=round(memory.most[ACTIVATIONS]) if has_batch else None,
     )
+
+
+def _with_lever(program: Program, dtype: str, lever: Lever, without: Training) -> WithLever:
+    objection = lever.objection(program)
+    if objection is None:
+        try:
+            memory, _ = replace(program, lever=lever.name).memory()
+        except NotTracedError as error:
+            objection = str(error)
+        else:
+            training = _training_of(memory, program, dtype, has_batch=True)
+            saves = without.total - training.total
+            return WithLever(name=lever.name, line=lever.line, training=training, saves=saves)
+    return WithLever(name=lever.name, line=lever.line, training=None, objection=objection)
 
 
 def _memory(program: Program, problems: list[str], guesses: list[str]) -> Memory:

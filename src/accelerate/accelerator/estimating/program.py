@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...config.environment import SETTING_VARIABLES
+from ...config.plugins.offload import OffloadConfig
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...inference.estimating.batches import Batch, Loss, default_loss
+from ...parallel.modules.memory.activations import recompute_activations
+from ...parallel.modules.memory.stepping import step_in_backward
 from ...runtime.collectives.nested import recursively_apply
 from ...state import AcceleratorState
 from .. import Accelerator
@@ -27,6 +30,16 @@ from ..planning.plan import FEW, MORE, Depths
 from ..planning.trace import Trace, read_trace
 from ..planning.tracing.models import Truncation
 from ..planning.tracing.script import Request, Script, trace_script
+from .levers import (
+    EIGHT_BITS,
+    HOST_INPUTS,
+    IN_BACKWARD,
+    LINEAR_LOSS,
+    RECOMPUTE,
+    STREAMED,
+    EightBitAdam,
+    loss_without_logits,
+)
 
 _SECONDS = 600.0
 _RANKS_PER_NODE = 8
@@ -55,6 +68,8 @@ class Program:
     processes: int = 1
     fsdp: bool = False
     reshard_after_forward: bool = True
+    lever: str | None = None
+    """What saves memory: a name of `levers.LEVERS`."""
 
     def memory(self) -> tuple[Memory, Trace]:
         """Return the memory of the first process, and a trace of it."""
@@ -83,7 +98,11 @@ class Program:
 
     def run(self, script: Script) -> None:
         """Run the program; the script ends this process."""
-        accelerator = Accelerator(cpu=True, mixed_precision=self.mixed_precision, fsdp_plugin=self._plugin())
+        # The blocks step in the backward pass from the first step on, as from the second one in a script.
+        offload = OffloadConfig(step_in_backward=True) if self.lever == STREAMED else None
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=self.mixed_precision, fsdp_plugin=self._plugin(), offload=offload
+        )
         script.hide_data()
         model = _WithoutData(self.stored_in).model(self.model).train(self.training)
         if self.batch is None:
@@ -98,7 +117,14 @@ class Program:
             del outputs
 
     def _train(self, accelerator: Accelerator, model: nn.Module) -> None:
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        if self.lever in (RECOMPUTE, HOST_INPUTS):
+            recompute_activations(model, offload=self.lever == HOST_INPUTS)
+        elif self.lever == LINEAR_LOSS:
+            loss_without_logits(model)
+        optimizer: Any = (EightBitAdam if self.lever == EIGHT_BITS else torch.optim.AdamW)(model.parameters())
+        if self.lever == IN_BACKWARD:
+            step_in_backward(optimizer)
+        model, optimizer = accelerator.prepare(model, optimizer)
         while True:
             batch = self._new_batch()
             outputs = model(*batch.args, **batch.kwargs)

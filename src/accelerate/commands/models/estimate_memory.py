@@ -65,6 +65,9 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     spread.add_argument(
         *spellings("no_reshard_after_forward"), action="store_true", help="keep gathered layers until the backward pass"
     )
+    parser.add_argument(
+        *spellings("levers"), action="store_true", help="show what saves memory in training, each traced; takes longer"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=estimate_command)
     return parser
@@ -120,7 +123,9 @@ def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
     function = None if args.loss is None else load_function(args.loss)
     loss = None if function is None else (lambda outputs, given: function(outputs, _as_given(given)))
     estimates = [
-        estimate(model, dtype, batch=batch, loss=loss, spread=_spread(args), pure=args.pure_precision)
+        estimate(
+            model, dtype, batch=batch, loss=loss, spread=_spread(args), pure=args.pure_precision, levers=args.levers
+        )
         for dtype in dict.fromkeys(args.dtypes)
     ]
     return model, [replace(found, left_out=problem or found.left_out) for found in estimates]
@@ -162,6 +167,9 @@ def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimat
         row["inference"]["total"] = found.inference.total
         if found.training is not None:
             row["training"]["total"] = found.training.total
+        for lever, data in zip(found.levers, row["levers"], strict=True):
+            if lever.training is not None:
+                data["training"]["total"] = lever.training.total
         rows.append(row)
     return {
         "model": args.model or args.model_name,
@@ -185,6 +193,11 @@ def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[Estimat
     ]
     if any(found.training is not None for found in estimates):
         parts.append(_table(f"Training with Adam{per}", *_training_rows(args, estimates)))
+    parts += [
+        _table(f"The same in {found.dtype} with less memory, each line alone", *_lever_rows(found))
+        for found in estimates
+        if found.levers
+    ]
     parts.append("\n".join(_notes(args, model, estimates)))
     return "\n\n".join(parts)
 
@@ -215,6 +228,21 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
         row += [_size(part.communication)] if talks else []
         rows.append([*row, _size(part.temporaries), _size(part.total), part.peak_in])
     return [*headers, "temporaries", "total", "peak in"], rows
+
+
+def _lever_rows(found: Estimate) -> tuple[list[str], list[list[str]]]:
+    """Return the levers that were traced, those that save most first, and then those that are not possible."""
+    rows = []
+    for lever in sorted(found.levers, key=lambda lever: -lever.saves):
+        if lever.training is not None:
+            part = lever.training
+            rows.append([lever.line, _size(part.total), _saved(lever.saves), part.peak_in])
+    rows += [[lever.line, "", "", f"not possible: {lever.objection}"] for lever in found.levers if lever.objection]
+    return ["line", "total", "saves", "peak in"], rows
+
+
+def _saved(size: int) -> str:
+    return _size(size) if size >= 0 else f"-{_size(-size)}"
 
 
 def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:

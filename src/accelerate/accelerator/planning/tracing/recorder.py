@@ -124,7 +124,8 @@ class Recorder(TorchDispatchMode):
         self._see(local, owner)
         known = self._live.get(local.untyped_storage()._cdata)
         if known is not None:
-            known[0].owner, known[0].module = OFFLOADED if self.offloads else owner, module
+            stays = self.offloads or known[0].owner == OFFLOADED
+            known[0].owner, known[0].module = OFFLOADED if stays else owner, module
 
     def wait(self, collectives: list[Collective]) -> None:
         """Note that computation waits for collectives here."""
@@ -158,8 +159,8 @@ class Recorder(TorchDispatchMode):
         inside_collective = function.namespace in COLLECTIVE_NAMESPACES
         owner = self.owner or (COMMUNICATION if inside_collective else self._owner(function, args))
         outputs = _tensors(result)
-        for tensor in outputs:
-            self._see(tensor, owner)
+        for index, tensor in enumerate(outputs):
+            self._see(tensor, OFFLOADED if self._is_computed_on_host(args, index, len(outputs)) else owner)
         if function.is_view:
             return result
         inputs = _tensors((*args, *kwargs.values()))
@@ -180,6 +181,15 @@ class Recorder(TorchDispatchMode):
             if known is not None and known[0].owner == WEIGHTS:
                 return COPIES
         return _OWNER_OF_PHASE.get(phase, TEMPORARIES)
+
+    def _is_computed_on_host(self, args: Any, index: int, count: int) -> bool:
+        """Return whether a result of the update belongs to a parameter on the host; of lists, each to its own."""
+        if self._phase() != UPDATE or not args:
+            return False
+        first = args[0]
+        source = first[index] if isinstance(first, (list, tuple)) and len(first) == count else first
+        known = self._live.get(source.untyped_storage()._cdata) if isinstance(source, FakeTensor) else None
+        return known is not None and known[0].owner == OFFLOADED
 
     def _phase(self) -> str:
         return BACKWARD if torch._C._current_autograd_node() is not None else self.phase

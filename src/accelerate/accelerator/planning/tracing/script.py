@@ -30,7 +30,7 @@ from .kernels import use_accelerator_kernels
 from .models import Truncation, convert_modules_without_data
 from .recorder import Recorder
 from .replicas import replace_ddp
-from .strategies import buffers_of_others, offload_to_host, watch_strategies
+from .strategies import buffers_of_others, offload_to_host, stream_blocks, watch_strategies
 from .traits import note_traits, watch_traits
 
 PROGRESS = ".progress"
@@ -82,6 +82,7 @@ def trace_script(request: Request) -> Script:
     if request.on_accelerators:
         use_accelerator_kernels()
         offload_to_host(recorder)
+    stream_blocks(recorder, request.on_accelerators)
     convert_modules_without_data()
     script.watch()
     building.begin()

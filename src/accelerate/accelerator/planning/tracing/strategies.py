@@ -1,12 +1,13 @@
 """Record strategies as they run on devices.
 
 Of FSDP2: what is gathered, on which stream, and when computation waits for it. Of pipelines: a stage runs its own
-blocks only. Of split sequences: no check of positions, which needs numbers.
+blocks only. Of split sequences: no check of positions, which needs numbers. Of offloaded blocks: what is on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +24,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from ....config.plugins.offload import OffloadConfig
 from ....parallel.mesh.context import documents, sequences, sharding
 from ....parallel.mesh.context.positions import PositionCheck
 from ....parallel.pipeline import schedules, stages, tracing
+from ....parallel.replicas.offload import blocks, gradients
+from ....parallel.replicas.offload.buffers import Buffers
+from ....parallel.replicas.offload.strategy import StreamedBlocks
+from ....parallel.replicas.offload.streaming import BlockStream
+from ....runtime.streams import mapping, read_ahead
 from ..trace import COMMUNICATION, GATHERED, SETUP, Allocation, Collective, Trace
 from .host.values import Values
 from .recorder import OFFLOADED, Recorder
@@ -61,6 +68,41 @@ def offload_to_host(recorder: Recorder) -> None:
                 return tensor.clone()
 
     torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc,assignment]
+
+
+def stream_blocks(recorder: Recorder, on_accelerators: bool) -> None:
+    """Let offloaded blocks be on the host, and what threads do for them happen at once.
+
+    A disk is as the host: the device has the same.
+    """
+    host = OFFLOADED if on_accelerators else None
+
+    class AtOnce:
+        """Do work when it is submitted: a thread would not have the modes that record."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            with recorder.labelled(owner=host):
+                future.set_result(work(*args))
+            return future
+
+        def shutdown(self, wait: bool = True) -> None: ...
+
+    plain_init = StreamedBlocks.__init__
+
+    def init(self: Any, runtime: Any, config: OffloadConfig, *args: Any) -> None:
+        plain_init(self, runtime, replace(config, placement="host"), *args)
+
+    StreamedBlocks.__init__ = init  # type: ignore[method-assign, assignment]
+    for place in (gradients, read_ahead):
+        place.ThreadPoolExecutor = AtOnce  # type: ignore[attr-defined]
+    mapping.is_mapped = lambda tensor: False
+    blocks._check = lambda param, name: None  # parameters without data are of a class of their own
+    if host is not None:
+        _label(recorder, Buffers, "transfer", owner=host)
+    _label(recorder, BlockStream, "__init__", owner=GATHERED)
 
 
 def buffers_of_others(trace: Trace, others: float) -> list[Allocation]:
