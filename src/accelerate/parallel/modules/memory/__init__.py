@@ -1,1 +1,1 @@
-"""What takes less memory for the same result: chunked losses, recomputed or offloaded activations, early steps."""
+"""Less memory for the same result: chunked losses, recomputed or offloaded activations, tiles, early steps."""
