@@ -14,12 +14,35 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.runtime import phases
 from accelerate.utils import ParallelismConfig
+from accelerate.watch.meter import meter
 from accelerate.watch.meter.meter import Meter
 from accelerate.watch.meter.reading import Reading
 from tests.ranks import ranks
 
 LENGTH, REAL, VOCABULARY, SAMPLES, BATCH = 16, 12, 40, 46, 4
+
+
+class HandClock:
+    """A clock that only `pause` advances: no test depends on how busy the machine is."""
+
+    now: float | None = None
+    """None where time is real: on the ranks of a process group."""
+
+
+def pause(seconds: float) -> None:
+    if HandClock.now is None:
+        time.sleep(seconds)
+    else:
+        HandClock.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def hand_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HandClock, "now", 100.0)
+    for module in (meter, phases):
+        monkeypatch.setattr(module, "perf_counter", lambda: HandClock.now)
 
 
 class LanguageModel(nn.Module):
@@ -56,23 +79,21 @@ class Run:
         return self.accelerator.meter()
 
     def train(self, after_step: Callable[[int], None] | None = None) -> None:
-        """Train for an epoch; a step takes a hundredth of a second at least."""
-        start = time.perf_counter()
+        """Train for an epoch: a step takes a hundredth of a second."""
         for number, batch in enumerate(self.loader):
             with self.accelerator.accumulate(self.model):
-                time.sleep(0.01)
+                pause(0.01)
                 self.accelerator.backward(self.model(**batch).square().mean())
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self.seconds.append(time.perf_counter() - start)
+            self.seconds.append(0.01)
             if after_step is not None:
                 after_step(number)
-            start = time.perf_counter()
 
     def evaluate(self) -> None:
         for batch in self.other:
             with torch.no_grad():
-                time.sleep(0.005)
+                pause(0.005)
                 self.model(**batch)
 
     def stop(self) -> None:
@@ -112,7 +133,7 @@ def test_evaluation_in_between_does_not_count() -> None:
         run.evaluate()
     assert run.meter._totals[1] == 2 * SAMPLES
     reading, samples = reading_of(run), 2 * SAMPLES - BATCH
-    assert reading.samples_per_second == pytest.approx(samples / sum(run.seconds[1:]), rel=0.03)
+    assert reading.samples_per_second == pytest.approx(samples / sum(run.seconds[1:]), rel=0.01)
     flops = 3 * 2 * LENGTH * 2 * 32 * 64
     assert reading.flops_per_second == pytest.approx(flops * reading.samples_per_second, rel=1e-6)
     run.stop()
@@ -150,7 +171,7 @@ def test_the_time_left_is_that_of_the_steps_that_are_left() -> None:
     run.train()
     left = reading_of(run).seconds_left
     per_step = sum(run.seconds[1:]) / len(run.seconds[1:])
-    assert left == pytest.approx(per_step * (36 - len(run.loader)), rel=0.5)
+    assert left == pytest.approx(per_step * (36 - len(run.loader)), rel=0.1)
     run.train()
     run.train()
     assert reading_of(run).seconds_left == 0
@@ -196,19 +217,14 @@ def test_flops_and_tokens_that_were_given_are_used() -> None:
 
 def test_samples_without_a_prepared_loader_are_added_by_the_loop() -> None:
     accelerator = Accelerator(cpu=True)
-    meter = accelerator.meter()
-    start = 0.0
-    for number in range(6):
-        meter.add(samples=10, tokens=100)
-        start = start or time.perf_counter()
-        if number < 5:
-            time.sleep(0.02)
-    seconds = time.perf_counter() - start
-    reading = meter.read()
+    for _ in range(6):
+        accelerator.meter().add(samples=10, tokens=100)
+        pause(0.02)
+    reading = accelerator.meter().read()
     assert reading is not None
-    assert reading.samples_per_second == pytest.approx(50 / seconds, rel=0.05)
-    assert reading.tokens_per_second == pytest.approx(10 * reading.samples_per_second)
-    meter.stop()
+    assert reading.samples_per_second == pytest.approx(10 / 0.02)
+    assert reading.tokens_per_second == pytest.approx(100 / 0.02)
+    accelerator.meter().stop()
 
 
 def test_other_arguments_for_a_running_meter_are_refused() -> None:
