@@ -193,11 +193,7 @@ def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[Estimat
     ]
     if any(found.training is not None for found in estimates):
         parts.append(_table(f"Training with Adam{per}", *_training_rows(args, estimates)))
-    parts += [
-        _table(f"The same in {found.dtype} with less memory, each line alone", *_lever_rows(found))
-        for found in estimates
-        if found.levers
-    ]
+    parts += [_levers(found) for found in estimates if found.levers]
     parts.append("\n".join(_notes(args, model, estimates)))
     return "\n\n".join(parts)
 
@@ -230,15 +226,17 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
     return [*headers, "temporaries", "total", "peak in"], rows
 
 
-def _lever_rows(found: Estimate) -> tuple[list[str], list[list[str]]]:
-    """Return the levers that were traced, those that save most first, and then those that are not possible."""
-    rows = []
-    for lever in sorted(found.levers, key=lambda lever: -lever.saves):
-        if lever.training is not None:
-            part = lever.training
-            rows.append([lever.line, _size(part.total), _saved(lever.saves), part.peak_in])
-    rows += [[lever.line, "", "", f"not possible: {lever.objection}"] for lever in found.levers if lever.objection]
-    return ["line", "total", "saves", "peak in"], rows
+def _levers(found: Estimate) -> str:
+    """Return a table of the levers that were traced, those that save most first, and why others are not possible."""
+    rows = [
+        [lever.line, _size(lever.training.total), _saved(lever.saves), lever.training.peak_in]
+        for lever in sorted(found.levers, key=lambda lever: -lever.saves)
+        if lever.training is not None
+    ]
+    title = f"The same in {found.dtype} with less memory, each line alone"
+    table = _table(title, ["line", "total", "saves", "peak in"], rows)
+    objections = [f"Not possible: {lever.line}\n  {lever.objection}" for lever in found.levers if lever.objection]
+    return "\n".join([table, *objections])
 
 
 def _saved(size: int) -> str:
