@@ -314,6 +314,7 @@ class MachineVariables:
         return all(os.environ.get(name) for name in (self.num_machines, *self.required))
 
 
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every pod
 # In order: TrainJobs and newer PyTorchJobs set torchrun's own names, and the older ones beside them.
 MACHINES = (
     MachineVariables(
@@ -330,7 +331,7 @@ MACHINES = (
         machine_rank="RANK",
         address="MASTER_ADDR",
         port="MASTER_PORT",
-        required=("RANK", "MASTER_ADDR"),
+        required=("RANK", "MASTER_ADDR", KUBERNETES),  # elsewhere they are left over from another launch
     ),
     MachineVariables(
         name="LeaderWorkerSet",
@@ -346,7 +347,6 @@ MACHINES = (
     ),
 )
 TORCHRUN_ENDPOINT = "PET_RDZV_ENDPOINT"  # host:port, for machines that come and go
-KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every pod
 JOB_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # in every pod of an indexed Job, and of a JobSet
 
 SLURM_NODE_LIST = "SLURM_STEP_NODELIST"

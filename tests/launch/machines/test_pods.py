@@ -122,6 +122,13 @@ def test_a_process_of_another_launch_is_not_a_pod(monkeypatch: pytest.MonkeyPatc
     assert find_pod(settings_of()) is None
 
 
+def test_variables_of_processes_outside_of_pods_are_not_those_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert find_pod(settings_of()) is None
+    assert plan_of(num_processes=2).num_machines == 1
+
+
 def test_machines_of_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for rank in range(2):
