@@ -99,12 +99,15 @@ def test_in_a_terminal_what_is_printed_stands_in_lines_of_its_own(tmp_path: Path
     without_rich = "import sys; sys.modules['rich.progress'] = None\n" if package == "tqdm" else ""
     (tmp_path / "script.py").write_text(without_rich + SCRIPT)
     child = pexpect.spawn(
-        sys.executable, [str(tmp_path / "script.py")], env={**os.environ, "TERM": "xterm"}, dimensions=(24, 160)
+        sys.executable,
+        [str(tmp_path / "script.py")],
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+        dimensions=(24, 300),
     )
     child.expect(pexpect.EOF, timeout=120)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", child.before.decode()).replace("\r", "\n")
     lines = [line.strip() for line in shown.split("\n")]
     for step in range(12):
         assert lines.count(f"printed {step}") == 1
-    assert any(re.search(r"12/12.*samples/s.*0:00 left", line) for line in lines)
+    assert any(re.search(r"12/12.*samples/s.*0:00 left", line) for line in lines), shown
     assert child.wait() == 0
