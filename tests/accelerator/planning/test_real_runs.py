@@ -54,6 +54,7 @@ def test_the_peak_is_within_two_per_cent_of_what_a_real_run_allocates(
         assert rank["memory"]["total"] == pytest.approx(real, rel=0.02), rank["rank"]
 
 
+@pytest.mark.nightly  # test_depths.py compares the plans
 def test_few_blocks_stand_for_all_of_them(tmp_path: Path) -> None:
     words = ("--layers", 9, "--dp_shard", 2)
     run("launch", "--cpu", "--num_processes", 2, HERE / "counted.py", tmp_path, PROGRAM, *words)

@@ -49,6 +49,7 @@ def test_few_blocks_of_a_model_are_planned_as_all_of_them(family: str, sharded: 
     check(sys.executable, f"{family} --layers 9 {sharded}")
 
 
+@pytest.mark.nightly
 def test_few_micro_batches_of_a_pipeline_are_planned_as_all_of_them() -> None:
     few, all_ = plans(sys.executable, "llama --layers 8 --pipeline")
     for of_few, of_all in zip(few["ranks"], all_["ranks"], strict=True):
