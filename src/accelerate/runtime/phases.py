@@ -142,6 +142,9 @@ class Published(Protocol):
     def take(self, rows: list[bytes]) -> None:
         """Take the numbers of all ranks."""
 
+    def stop(self) -> None:
+        """Stop measuring."""
+
 
 meter: Published | None = None
 """The meter of this process; whoever exchanges the times of steps exchanges its numbers, too."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.runtime import phases
+from accelerate.state import AcceleratorState
 from accelerate.utils import ParallelismConfig
 from accelerate.watch.meter import meter
 from accelerate.watch.meter.meter import Meter
@@ -292,3 +293,11 @@ def test_ranks_of_a_tensor_parallel_group_count_their_samples_once() -> None:
     flops = 3 * 2 * LENGTH * 2 * 32 * 64  # of a sample: each rank computes a half
     assert reading.flops_per_second == pytest.approx(flops * reading.samples_per_second, rel=0.01)
     run.stop()
+
+
+def test_a_meter_ends_with_the_state_of_its_accelerator() -> None:
+    Accelerator(cpu=True, meter=True)
+    assert phases.meter is not None
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert phases.meter is None, "the watcher's thread would ask it for ever"
+    assert phases.clock is None

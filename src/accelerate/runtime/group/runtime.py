@@ -23,6 +23,7 @@ from ...config.meshes import clear_mesh_caches
 from ...config.plugins.handlers import InitProcessGroupKwargs
 from ...errors import RuntimeConflictError, StuckError
 from ...errors.callers import warn
+from .. import phases
 from ..devices import device as devices
 from ..devices import xla
 from ..devices.affinity import set_numa_affinity
@@ -151,6 +152,8 @@ class Runtime:
         running, cls._current = cls._current, None
         if running is not None:
             running._clear_meshes()
+        if phases.meter is not None:  # it asks an Accelerator whose state is gone
+            phases.meter.stop()
 
     @classmethod
     def reset(cls) -> None:
