@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...runtime import phases
-from ...runtime.devices.memory import clear_device_cache, should_reduce_batch_size
+from ...runtime.devices.device import is_cpu
+from ...runtime.devices.memory import clear_device_cache, peak_memory, should_reduce_batch_size
 from ...runtime.group.muting import collectives_muted
 from ...tracking.general import BlankTracker
 from .kept import Kept
@@ -88,7 +89,8 @@ class Rehearsal:
                     reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 else:
                     self.exception = error
-        peak = _peak()
+        device = self.accelerator.device
+        peak = None if is_cpu(device) else peak_memory(device) or None
         self.kept.restore()
         if self.exception is None:
             self.exception = self._outlived()
@@ -220,9 +222,3 @@ def free_frames(error: BaseException) -> None:
 def _reset_peak() -> None:
     with suppress(RuntimeError, AttributeError):  # no accelerator, or an allocator of its own kind
         torch.accelerator.reset_peak_memory_stats()
-
-
-def _peak() -> int | None:
-    with suppress(RuntimeError, AttributeError):
-        return int(torch.accelerator.max_memory_allocated()) or None
-    return None

@@ -47,31 +47,40 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
     try:
         with patch_environment(**variables):
             outcome = _run(settings, plan, folder, guard)
-        if outcome.asks_for_restart:
-            notify(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
-            return REQUEUE_EXIT_CODE
-        if outcome.signal is not None:
-            return 128 + outcome.signal if outcome.failed else 0
-        if not outcome.failed:
-            return 0
-        verdict = judge(outcome.endings, out_of_memory=_out_of_memory_kills() > kills_before)
-        if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
-            return CHECK_FAILED_CODE  # the findings were printed
-        if settings.quiet:
-            notify(verdict.headline)
-        else:
-            drawn = panel(
-                verdict,
-                machine_rank=outcome.machine_rank,
-                num_machines=plan.num_machines,
-                logs=str(kept) if kept else None,
-                attempts=outcome.attempts,
-            )
-            print(drawn, file=sys.stderr, flush=True)
-        return verdict.exit_code
+        out_of_memory = outcome.failed and _out_of_memory_kills() > kills_before
+        logs = str(kept) if kept else None
+        return conclude(settings, outcome, out_of_memory=out_of_memory, num_machines=plan.num_machines, logs=logs)
     finally:
         if kept is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def conclude(
+    settings: LaunchSettings, outcome: Outcome, *, out_of_memory: bool, num_machines: int, logs: str | None
+) -> int:
+    """Say how the processes ended, if they did not simply end; return the exit code of the launch."""
+    if outcome.asks_for_restart:
+        notify(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
+        return REQUEUE_EXIT_CODE
+    if outcome.signal is not None:
+        return 128 + outcome.signal if outcome.failed else 0
+    if not outcome.failed:
+        return 0
+    verdict = judge(outcome.endings, out_of_memory=out_of_memory)
+    if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
+        return CHECK_FAILED_CODE  # the findings were printed
+    if settings.quiet:
+        notify(verdict.headline)
+    else:
+        drawn = panel(
+            verdict,
+            machine_rank=outcome.machine_rank,
+            num_machines=num_machines,
+            logs=logs,
+            attempts=outcome.attempts,
+        )
+        print(drawn, file=sys.stderr, flush=True)
+    return verdict.exit_code
 
 
 def _check_rendezvous(plan: Plan) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
-from ...config.environment import CHECK_FAILED_CODE
 from ...config.launch.on_ray import resources_per_process
 from ...config.launch.settings import LaunchSettings
-from ...errors import REQUEUE_EXIT_CODE
 from ..console import notify
 from ..plan import Plan, worker_command
-from ..processes.verdict import panel
+from ..processes.supervise import conclude
 from .launcher import connected, make_request, refuse_missing_ray
 
 _LOGS = "above; Ray keeps each rank's output on its node, in the folder logs of its session"
@@ -42,19 +39,7 @@ def run_script(settings: LaunchSettings, plan: Plan) -> int:
             notify,
         )
         time.sleep(SECONDS_FOR_OUTPUT)
-    if outcome.asks_for_restart:
-        notify(f"the processes saved and left, to be started again (exit code {REQUEUE_EXIT_CODE}).")
-        return REQUEUE_EXIT_CODE
-    if outcome.signal is not None:
-        return 128 + outcome.signal if outcome.failed else 0
-    if not outcome.failed:
-        return 0
-    verdict = outcome.verdict()
-    if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
-        return CHECK_FAILED_CODE  # the findings were printed
-    drawn = panel(verdict, machine_rank=0, num_machines=1, logs=_LOGS, attempts=outcome.attempts)
-    notify(verdict.headline) if settings.quiet else print(drawn, file=sys.stderr, flush=True)
-    return verdict.exit_code
+    return conclude(settings, outcome, out_of_memory=False, num_machines=1, logs=_LOGS)
 
 
 def _words(settings: LaunchSettings, plan: Plan) -> list[str]:

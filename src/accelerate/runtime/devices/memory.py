@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -101,10 +102,11 @@ def find_executable_batch_size(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the bytes that this process had at most: allocated on an accelerator, or resident on a CPU."""
+    """Return the most bytes that this process had: allocated on an accelerator, or resident on a CPU; 0 if unknown."""
     if not is_cpu(device):
-        peak = getattr(torch.accelerator, "max_memory_allocated", None)  # of torch 2.9
-        return 0 if peak is None or is_xla(device) else int(peak(device))
+        with suppress(RuntimeError, AttributeError):  # an allocator of its own kind, or a torch without the function
+            return 0 if is_xla(device) else int(torch.accelerator.max_memory_allocated(device))
+        return 0
     try:
         import resource
     except ImportError:  # Windows

@@ -29,6 +29,7 @@ from ...runtime.membership.events import Events, write_note
 from ...runtime.membership.member import Member, now
 from ...runtime.membership.signs import pause
 from ..place import COLLECTIVE, DEBUGGER, place_of
+from ..reports import format_ranks
 from ..stragglers.device_clock import clock_for
 from ..stragglers.exchange import Exchange
 
@@ -187,9 +188,10 @@ class MemberWatcher:
             text = f"rank {answer.rank} has kept {waiting} others waiting for {waited:.0f} s: {answer.place}"
             write_note(store, "hangs", [answer.rank], text)
             logger.warning("%s", text[0].upper() + text[1:])
-        silent = sorted(set(self._member.members) - {answer.rank for answer in answers})
+        silent = set(self._member.members) - {answer.rank for answer in answers}
         if silent:
-            logger.warning("Rank %s did not say where it is, after others waited for %.0f s", _listed(silent), waited)
+            names = format_ranks(silent)
+            logger.warning("%s did not say where it is, after others waited for %.0f s", names, waited)
         elif not hanging:
             logger.warning("All members have waited for each other for %.0f s, at %s", waited, _places(answers))
 
@@ -200,10 +202,6 @@ def _number_of(epoch: int) -> str:
 
 def _answer_of(epoch: int, number: int, rank: int) -> str:
     return f"{_number_of(epoch)}/{number}/{rank}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _places(answers: Sequence[Answer]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
 from ....runtime.devices.device import has_streams
+from ....runtime.devices.memory import peak_memory
 
 _MEASURED_STEP = 3
 """The first one steps after the backward pass, and the second one is still new to the allocator."""
@@ -69,10 +70,8 @@ class Traffic:
         """Return the line about the measured step."""
         waits = self._host_seconds + sum(before.elapsed_time(after) for before, after in self._waits) / 1000
         self._waits.clear()
-        peak = ""
-        with suppress(RuntimeError, AttributeError):  # a device without statistics
-            if has_streams(device):
-                peak = f"; peak of the device {megabytes(torch.accelerator.max_memory_allocated(device))}"
+        known = peak_memory(device) if has_streams(device) else 0
+        peak = f"; peak of the device {megabytes(known)}" if known else ""
         return (
             f"Offload: {places}{peak}; {megabytes(self.bytes_in)} in and {megabytes(self.bytes_out)} out per step; "
             f"{100 * waits / self._seconds:.0f} % of the step waits for transfers and for steps on the host."
