@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizes import at_night
+
 from .libraries import needs_libraries, run_scenario
 
 pytestmark = [needs_libraries]
 
 
-@pytest.mark.parametrize("how", ["nf4", "torchao int4"])
+@pytest.mark.parametrize("how", ["nf4", at_night("torchao int4")])
 def test_qlora_trains_under_fsdp2_as_on_one_process_and_resumes_exactly(how: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(_quantisers(tmp_path)), os.environ.get("PYTHONPATH", "")])
     found = {}

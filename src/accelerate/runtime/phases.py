@@ -81,6 +81,14 @@ class PhaseClock:
         self._seconds = [0.0] * len(NAMES)
         self._since = perf_counter()
 
+    def end_completed_step(self) -> bool:
+        """End a step whose optimizer has stepped, before the next batch is requested; return whether there is one."""
+        if not (self._stepped and self._has_loader):
+            return False
+        self.enter(OTHER)
+        self._end_step()
+        return True
+
     def restart(self) -> None:
         """Count steps from 0 again, and forget those that were not read; called by the reader."""
         self.steps = 0

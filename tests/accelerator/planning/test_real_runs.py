@@ -30,7 +30,7 @@ def run(*words: object) -> str:
         at_night(1, "--levers linear_loss"),
         at_night(1, "--levers in_backward"),
         (1, "--levers recompute linear_loss in_backward"),
-        (2, "--accumulation 2"),
+        at_night(2, "--accumulation 2"),
         (2, "--dp_shard 2 --recompute"),
         at_night(2, "--dp_shard 2 --accumulation 2"),
         (2, "--tp 2"),

@@ -109,7 +109,7 @@ def test_one_process_may_die_at_any_system_call(explicit: bool, bench: Bench, tm
 
 
 @needs_strace
-@pytest.mark.parametrize(("explicit", "victim"), [(False, 0), (True, 0), at_night(False, 1), (True, 1)])
+@pytest.mark.parametrize(("explicit", "victim"), [at_night(False, 0), (True, 0), at_night(False, 1), (True, 1)])
 def test_either_of_two_processes_may_die_at_any_system_call(
     victim: int, explicit: bool, bench: Bench, tmp_path: Path
 ) -> None:

@@ -329,7 +329,7 @@ def fail_on(rank: int, how: str) -> str:
     [
         ("raise", "ValueError: a wrong number"),
         ("kill", "SIGKILL, as when memory runs out"),
-        ("exit", "SystemExit: 3"),
+        at_night("exit", "SystemExit: 3"),
         ("_exit", "exit code 5 and no exception"),
     ],
 )

@@ -138,7 +138,7 @@ def assert_seen_in_one_log(run: Run, complaints: str, steps: int, kills: int) ->
 
 
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
-    kills, seconds, steps = sized(gate=(20, 1.0, 360), nightly=(200, 15.0, 30_000))
+    kills, seconds, steps = sized(gate=(8, 0.7, 160), nightly=(200, 15.0, 30_000))
     folder = tmp_path / "run"
     folder.mkdir()
     run, draw, made = Run(folder, steps, "zero_first"), random.Random(0), 0
@@ -164,7 +164,7 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
 
 
 def test_evaluations_and_checkpoints_survive_losses(tmp_path: Path) -> None:
-    kills, steps = sized(gate=(8, 120), nightly=(60, 900))
+    kills, steps = sized(gate=(4, 60), nightly=(60, 900))
     folder = tmp_path / "run"
     folder.mkdir()
     run, draw, made = Run(folder, steps, "examine"), random.Random(1), 0

@@ -66,7 +66,8 @@ def collate(samples: list[Tensor]) -> dict[str, Tensor]:
 class Run:
     """A small training, whose batches of training are counted and clocked by hand."""
 
-    def __init__(self, samples: int = SAMPLES, **options: Any) -> None:
+    def __init__(self, samples: int = SAMPLES, step_seconds: float = 0.01, **options: Any) -> None:
+        self.step_seconds = step_seconds
         self.accelerator = Accelerator(cpu=True, **{"meter": True, **options})
         torch.manual_seed(0)
         model, data = LanguageModel(), [torch.randint(VOCABULARY, (LENGTH,)) for _ in range(samples)]
@@ -80,14 +81,14 @@ class Run:
         return self.accelerator.meter()
 
     def train(self, after_step: Callable[[int], None] | None = None) -> None:
-        """Train for an epoch: a step takes a hundredth of a second."""
+        """Train for an epoch."""
         for number, batch in enumerate(self.loader):
             with self.accelerator.accumulate(self.model):
-                pause(0.01)
+                pause(self.step_seconds)
                 self.accelerator.backward(self.model(**batch).square().mean())
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self.seconds.append(0.01)
+            self.seconds.append(self.step_seconds)
             if after_step is not None:
                 after_step(number)
 
@@ -156,6 +157,44 @@ def test_accumulation_counts_micro_batches_and_optimizer_steps() -> None:
     assert run.meter._totals[:2] == (len(run.loader), SAMPLES)
     per_step = reading.samples_per_second / reading.steps_per_second
     assert per_step == pytest.approx((SAMPLES - BATCH) / 4)  # 12 micro-batches make 4 steps
+    run.stop()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_short_steps_are_measured_together_and_all_of_them_count(
+    accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+    enter = phases.PhaseClock.enter
+    monkeypatch.setattr(phases.PhaseClock, "enter", lambda clock, phase: entered.append(phase) or enter(clock, phase))
+    batches = 100 * accumulation
+    run = Run(BATCH * batches, step_seconds=0.001, gradient_accumulation_steps=accumulation)
+    run.train(lambda number: run.evaluate() if number == 50 else None)
+    assert run.meter._totals[:2] == (batches, BATCH * batches)
+    assert entered.count(phases.STEP) < 25, "the clock rests until an evaluation begins"
+    reading = reading_of(run)
+    assert reading.samples_per_second == pytest.approx(BATCH / 0.001, rel=0.01)
+    assert reading.tokens_per_second == pytest.approx(REAL * BATCH / 0.001, rel=0.01)
+    assert reading.steps_per_second == pytest.approx(1 / 0.001 / accumulation, rel=0.02)
+    assert reading.shares["forward"] == pytest.approx(1)  # it sleeps there
+    with pytest.raises(StopIteration):
+        run.train(lambda number: next(iter(())) if number == 60 * accumulation - 1 else None)
+    assert run.meter._totals[0] == batches + 60 * accumulation, "also where the loop is left"
+    run.stop()
+
+
+def test_short_batches_without_training_among_others_are_left_out() -> None:
+    run = Run(BATCH * 100, step_seconds=0.001)
+    for number, batch in enumerate(run.loader):
+        outputs = run.model(**batch)
+        pause(0.001)
+        if number % 40 == 39:
+            pause(1.0)  # it looks at them
+            continue
+        run.accelerator.backward(outputs.square().mean())
+        run.optimizer.step()
+    assert 40 < run.meter._totals[0] < 100
+    assert reading_of(run).samples_per_second == pytest.approx(BATCH / 0.001, rel=0.01)
     run.stop()
 
 

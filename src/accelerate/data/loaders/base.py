@@ -341,11 +341,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Count the time spent waiting for batches, if the phase clock runs."""
-        meter = self.gradient_state.meter
-        clock = phases.clock if meter is None else meter.running_clock()
-        timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
+        meter, clock = self.gradient_state.meter, phases.clock
         if meter is not None:
-            timed = meter.measure_batches(timed, self)
+            timed = meter.measure_batches(rounds, self._phase, self)
+        else:
+            timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
         return timed if self.gradient_state.between_batches is None else self._with_bodies(timed)
 
     def _with_bodies(self, rounds: Iterator[Any]) -> Iterator[Any]:

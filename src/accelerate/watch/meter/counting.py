@@ -30,9 +30,18 @@ class BatchCounter:
         self._form: type | None = None
         self._path: tuple[Any, ...] = ()
         """The keys that lead to the leading tensor of a batch of this form."""
+        self._plain_form: Any = None
+        """The form of batches whose leading tensor is one of their values and has no tokens: the usual case."""
+        self._plain_key: Any = None
 
     def __call__(self, batch: Any, partial: PartialRound | None) -> Count:
         """Return the count of a batch; samples that only fill up a last round are left out."""
+        if partial is None and type(batch) is self._plain_form:
+            try:
+                leading: Any = batch[self._plain_key]
+                return leading.shape[0], 0, leading.numel()
+            except (LookupError, TypeError, AttributeError):
+                pass  # the same class with other parts
         leading = self._leading(batch)
         if leading is None:
             return 1.0, 0.0 if self._tokens is None else self._tokens(batch), 1.0
@@ -58,6 +67,8 @@ class BatchCounter:
         path, leading = _find(batch)
         self._form, self._path = (None, ()) if path is None else (type(batch), path)
         self._has_tokens = self._tokens is not None or path == ("input_ids",)
+        is_plain = path is not None and len(path) == 1 and not self._has_tokens
+        self._plain_form, self._plain_key = (type(batch), self._path[0]) if is_plain else (None, None)
         return leading
 
 

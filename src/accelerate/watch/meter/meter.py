@@ -8,6 +8,11 @@ rank 0 through the store, about once a second. Nothing waits for a device, and t
 batch of the same loop is requested. Other batches are evaluation: neither they nor their seconds count, also where the
 loop over them is inside of the loop that trains. The first batch of training is left out of all rates, because
 warming up takes time, and so does counting its FLOPs.
+
+[Note: short steps] Reading the clock at every change of phase costs about ten microseconds per step. Where steps are
+shorter than a few milliseconds and nobody else reads the clock, the phases of one step in 32 are measured, and the
+seconds of the others together. All batches are counted. Without a clock a batch of training looks like one of
+evaluation: where steps of the optimizer come less regularly than before, what was measured together is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -37,12 +42,15 @@ _RECENT_SECONDS = 10.0
 _SECONDS_BETWEEN_SAMPLES = 1.0
 _MOST_SAMPLES = 4096
 _MOST_STEPS = 8192
-_BATCHES_BETWEEN_COLLECTIONS = 16
+_STEPS_BETWEEN_COLLECTIONS = 16
+_SHORT_STEP = 5e-3
+_STEPS_TOGETHER = 31
+"""Between two steps whose phases are measured; see [Note: short steps]."""
 _BATCHES_TO_TRY = 3
 """Batches of a loop that may be the first of training: a loop without any is an evaluation."""
 
-_Totals = tuple[int, float, float, float, float]
-"""Batches, samples, tokens, elements and seconds of training; replaced as a whole, for readers in other threads."""
+_Totals = tuple[int, float, float, float, float, int]
+"""Batches, samples, tokens, elements, seconds and optimizer steps of training; replaced as a whole: threads read it."""
 
 
 @dataclass(kw_only=True)
@@ -73,10 +81,24 @@ class Place:
 class _Sample(NamedTuple):
     time: float
     totals: _Totals
-    steps: int
     done: float
     """Steps or batches of the run so far, in the unit of `Meter._end`."""
     phases: tuple[float, ...]
+
+
+class _Stopwatch:
+    """Measure a loop, without the loops inside of it: each adds its own seconds to those of all."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._start, self._claimed = meter, perf_counter(), meter._claimed
+
+    def lap(self) -> float:
+        """Return the seconds since the last call."""
+        now = perf_counter()
+        own = max(0.0, now - self._start - (self._meter._claimed - self._claimed))
+        self._meter._claimed = self._claimed = self._meter._claimed + own
+        self._start = now
+        return own
 
 
 class Meter:
@@ -94,10 +116,10 @@ class Meter:
         self._has_first_step = False
         """Whether the times of the first step of training were read, and left out."""
         self._phases = [0.0] * len(NAMES)
-        self._totals: _Totals = (0, 0.0, 0.0, 0.0, 0.0)
+        self._totals: _Totals = (0, 0.0, 0.0, 0.0, 0.0, 0)
         self._seen: Count = (0.0, 0.0, 0.0)
         self._claimed = 0.0
-        """Seconds of all completed batches, of evaluation too."""
+        """Seconds of all completed batches, of evaluation too; see `_Stopwatch`."""
         self._added_at: float | None = None
         self._loader: Callable[[], Any] = lambda: None
         self._flops: FlopCounter | None = None
@@ -124,7 +146,10 @@ class Meter:
         """Return the clock of this process, and start one if nothing else has."""
         clock = phases.clock
         if clock is None:
-            clock = phases.clock = self._own_clock = clock_for(self._place.device)
+            clock = self._own_clock
+            if clock is None or clock.thread != threading.get_ident():
+                clock = self._own_clock = clock_for(self._place.device)
+            phases.clock = clock
         if clock is not self._clock:
             self._clock, clock.copies = clock, self._steps
         return clock
@@ -135,20 +160,31 @@ class Meter:
         if self._flops is not None:
             self._counted_work += seen[2]
 
-    def measure_batches(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+    def measure_batches(self, batches: Iterator[Any], phase: int, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loop, and add up those of training. See [Note: which batches count]."""
-        clock = self._clock
-        if clock is None or threading.get_ident() != clock.thread:
+        clock = self.running_clock()
+        if threading.get_ident() != clock.thread:
             yield from batches
             return
         if self._peak is None:
             self._peak = self._place.peak() or 0.0
-        tries = _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
         if self._flops is not None and clock.trained != self._counted_since:
             self._end_counting(clock)  # an evaluation inside of the first batch of training
-        counts = False
         clock.skip()  # what came before this loop
-        start, claimed, trained = perf_counter(), self._claimed, clock.trained
+        stopwatch, timed = _Stopwatch(self), clock.measure_batches(batches, phase)
+        batches_per_step = yield from self._measure_each(timed, clock, stopwatch, loader)
+        while batches_per_step:
+            is_regular = yield from self._measure_together(batches, batches_per_step, stopwatch, loader)
+            clock.forget()
+            batches_per_step = yield from self._measure_each(timed, clock, stopwatch, loader, until_short=is_regular)
+
+    def _measure_each(
+        self, batches: Iterator[Any], clock: PhaseClock, stopwatch: _Stopwatch, loader: Any, until_short: bool = True
+    ) -> Generator[Any, None, int]:
+        """Measure every batch; return how many the last step had, if it was a short one. See [Note: short steps]."""
+        tries = _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
+        until_short = until_short and clock is self._own_clock
+        counts, trained, since_step = False, clock.trained, 0
         for batch in batches:
             seen = self._seen
             if tries:
@@ -157,30 +193,54 @@ class Meter:
             try:
                 yield batch
             finally:  # also if the loop is left early
-                now = perf_counter()
-                own = max(0.0, now - start - (self._claimed - claimed))  # without loops inside of this one
-                self._claimed = claimed = self._claimed + own
-                start = now
+                own, since_step = stopwatch.lap(), since_step + 1
                 if counts:
                     counts = False
                     self._end_counting(clock)
                 if clock.trained != trained:
                     trained = clock.trained
-                    self._add(seen, own, loader)
+                    self._add([seen], own, loader)
                 else:
                     clock.forget()
+                    until_short = False
+            if until_short and own < _SHORT_STEP and clock.end_completed_step():
+                return since_step
+        return 0
 
-    def _add(self, seen: Count, own: float, loader: Any) -> None:
-        batches, samples, tokens, work, seconds = self._totals
-        self._totals = (batches + 1, samples + seen[0], tokens + seen[1], work + seen[2], seconds + own)
+    def _measure_together(
+        self, batches: Iterator[Any], batches_per_step: int, stopwatch: _Stopwatch, loader: Any
+    ) -> Generator[Any, None, bool]:
+        """Measure the batches of several short steps without a clock; return whether all of them had as many."""
+        seen: list[Count] = []
+        steps, most = self._place.steps_taken(), _STEPS_TOGETHER * batches_per_step
+        phases.clock = None
+        try:
+            for batch in batches:
+                seen.append(self._seen)
+                yield batch
+                if len(seen) == most:
+                    break
+        finally:
+            self.running_clock()
+            own = stopwatch.lap()
+            is_regular = (self._place.steps_taken() - steps) * batches_per_step == len(seen)
+            if seen and is_regular:
+                self._add(seen, own, loader)
+        return is_regular
+
+    def _add(self, seen: Sequence[Count], own: float, loader: Any) -> None:
+        """Add batches of training, which took these seconds together."""
+        batches, samples, tokens, work, seconds, _ = self._totals
+        more = [sum(column) for column in zip(*seen, strict=True)]
+        batches, steps = batches + len(seen), self._place.steps_taken()
+        self._totals = (batches, samples + more[0], tokens + more[1], work + more[2], seconds + own, steps)
         if self._loader() is not loader:
             self._loader = weakref.ref(loader)
-        if batches % _BATCHES_BETWEEN_COLLECTIONS == 0:
-            if not self._samples:
-                self._sample(perf_counter())
-                self._has_first_step = False
-            elif self._clock is self._own_clock and self._own_clock is not None:
-                self._own_clock.collect()  # a clock of the device keeps a few steps only
+        if not self._samples:
+            self._sample(perf_counter())
+            self._has_first_step = False
+        elif batches % _STEPS_BETWEEN_COLLECTIONS < len(seen) and self._clock is self._own_clock is not None:
+            self._own_clock.collect()  # a clock of the device keeps a few steps only
 
     def add(self, samples: float, tokens: float = 0.0) -> None:
         """Count what did not come from a prepared loader, on this process; call it once per step.
@@ -192,8 +252,9 @@ class Meter:
         now = perf_counter()
         own = 0.0 if self._added_at is None else now - self._added_at
         self._added_at = now
-        batches, before, tokens_before, work, seconds = self._totals
-        self._totals = (batches + 1, before + samples, tokens_before + tokens, work, seconds + own)
+        batches, before, tokens_before, work, seconds, _ = self._totals
+        steps = self._place.steps_taken()
+        self._totals = (batches + 1, before + samples, tokens_before + tokens, work, seconds + own, steps)
         if not self._samples:
             self._sample(now)
 
@@ -270,7 +331,7 @@ class Meter:
             if self._has_first_step:
                 self._phases = [sum(pair) for pair in zip(self._phases, seconds, strict=True)]
             self._has_first_step = bool(self._samples)
-        sample = _Sample(now, self._totals, self._place.steps_taken(), self._end()[0], tuple(self._phases))
+        sample = _Sample(now, self._totals, self._end()[0], tuple(self._phases))
         if not self._samples or now - self._samples[-1].time >= _SECONDS_BETWEEN_SAMPLES:
             self._samples.append(sample)
             if len(self._samples) > _MOST_SAMPLES:
@@ -282,13 +343,13 @@ class Meter:
             return None
         now = self._sample(perf_counter())
         before = self._before(now)
-        batches, samples, tokens, work, seconds = (
+        batches, samples, tokens, work, seconds, steps = (
             new - old for new, old in zip(now.totals, before.totals, strict=True)
         )
         if not batches or seconds <= 0:
             return None
         share, row = self._place.share(), np.zeros(FIELDS)
-        row[STEPS], row[SAMPLES], row[TOKENS] = now.steps - before.steps, samples * share, tokens * share
+        row[STEPS], row[SAMPLES], row[TOKENS] = steps, samples * share, tokens * share
         if self.options.flops_per_sample is not None:
             row[FLOPS] = self.options.flops_per_sample * samples * share
         elif self._per_element is not None:
