@@ -92,6 +92,8 @@ class PreparedLoader(DataLoader[Any]):
         self._resume: Position | None = None
         self._start = 0
         self._current: object = None
+        self._counts: list[Any] = []
+        """What the meter counted in the batches of the newest iterator, until it adds them up."""
 
     # --- properties -----------------------------------------------------------------------------------------------
 
@@ -343,7 +345,8 @@ class PreparedLoader(DataLoader[Any]):
         """Count the time spent waiting for batches, if the phase clock runs."""
         meter, clock = self.gradient_state.meter, phases.clock
         if meter is not None:
-            timed = meter.measure_batches(rounds, self._phase, self)
+            self._counts = []
+            timed = meter.measure_batches(rounds, self._counts, self._phase, self)
         else:
             timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
         return timed if self.gradient_state.between_batches is None else self._with_bodies(timed)
@@ -475,10 +478,11 @@ class PreparedLoader(DataLoader[Any]):
         place, division, meter = self._device_placement(), self.division, self.gradient_state.meter
         if division is None and meter is None:
             return place
+        counts = self._counts
 
         def place_batch(batch: Any) -> Any:
             if meter is not None:  # before it is moved or divided: counting waits for no device
-                meter.count(batch, self.partial_round)
+                counts.append(meter.count(batch, self.partial_round))
             placed = batch if place is None else place(batch)
             return placed if division is None else division.begin_batch(placed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,3 +129,12 @@ def _places(group: Any) -> list[Place]:
             for local_rank, bundle in enumerate(bundles)
         ]
     return places
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of nodes that are to be taken away: Ray has no public function for it."""
+    with suppress(Exception):
+        from ray._private.state import state
+
+        return set(state.get_draining_nodes())
+    return set()

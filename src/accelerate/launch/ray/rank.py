@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +24,9 @@ from ..processes import worker
 from ..processes.guard import Guard
 from ..processes.verdict import Ending
 from ..processes.worker import CRASH_FILE_NAME, DIAGNOSIS, ERROR_FILE, LAUNCHER_PID, write_record
+from .placement import draining_nodes
 
+SECONDS_BETWEEN_LOOKS_FOR_DRAINING = 2.0
 _FATAL_SIGNALS = {
     "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT,
@@ -80,6 +84,7 @@ class Rank:
         self._export(variables)
         # Ray's handler raises SystemExit in the middle of a save that a preemption asks for.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_await_draining, daemon=True).start()
         # Both stay for the case that the process ends here: the launcher then reads the files.
         faulthandler.enable(file=open(self._folder / CRASH_FILE_NAME, "w"))  # noqa: SIM115
         sys.excepthook = lambda kind, error, trace: write_record(error, self._error_file)
@@ -115,6 +120,7 @@ class Rank:
                 os.killpg(child.pid, sent[-1])
 
         signal.signal(signal.SIGTERM, forward)
+        threading.Thread(target=_await_draining, daemon=True).start()
         ending = self._ending(child.wait())
         shutil.rmtree(self._folder, ignore_errors=True)
         return Answer(ending=ending)
@@ -159,6 +165,16 @@ def _call(function: Any, args: Sequence[Any]) -> Any:
         result = None
     leave_process_group()
     return result
+
+
+def _await_draining() -> None:
+    """Send this process SIGTERM, which `save_if_preempted` takes as a request, when its node is to be taken away."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    while node not in draining_nodes():
+        time.sleep(SECONDS_BETWEEN_LOOKS_FOR_DRAINING)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_result(result: Any) -> None:

@@ -14,7 +14,7 @@ from ...errors import REQUEUE_EXIT_CODE
 from ..processes.elastic.job import Outcome
 from ..processes.signals import handled_by
 from ..processes.verdict import Ending, Verdict, judge
-from .placement import Place, Request, reserved
+from .placement import Place, Request, draining_nodes, reserved
 from .rank import Answer, Home, Rank, read_ending, signal_processes
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
@@ -161,14 +161,13 @@ class Ranks:
         return time.monotonic() + seconds
 
     def _warn_of_draining(self, say: Callable[[str], None]) -> None:
-        """Send SIGTERM, which `save_if_preempted` takes as a request, to ranks of nodes that are to be taken away."""
+        """Name the nodes that are to be taken away; no task starts there any more, so their ranks look themselves."""
         if not self._homes:
             return
-        for node in _draining_nodes() - self._warned:
+        for node in draining_nodes() - self._warned:
             self._warned.add(node)
             if there := [place for place in self._places if place.node_id == node]:
                 say(f"node {there[0].address} is to be taken away: its workers get SIGTERM.")
-                self._signal(there, signal.SIGTERM)
 
     def _end_children(self, pending: Mapping[Any, Place]) -> None:
         """Let actors end their scripts, which would outlive them for some seconds and keep their devices."""
@@ -266,15 +265,6 @@ def _task_on(node: str, function: Callable[..., Any]) -> Any:
 
     there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-
-
-def _draining_nodes() -> set[str]:
-    """Return the ids of nodes that are to be taken away: Ray has no public function for it."""
-    with suppress(Exception):
-        from ray._private.state import state
-
-        return set(state.get_draining_nodes())
-    return set()
 
 
 def _ended_by_launcher(rank: int) -> Ending:

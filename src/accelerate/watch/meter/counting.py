@@ -25,6 +25,8 @@ class BatchCounter:
     """Count batches of one form, whose leading tensor is looked for once."""
 
     def __init__(self, tokens: Callable[[Any], int] | None) -> None:
+        self.work = 0.0
+        """The elements of all batches so far."""
         self._tokens = tokens
         self._has_tokens = False
         self._form: type | None = None
@@ -36,12 +38,19 @@ class BatchCounter:
 
     def __call__(self, batch: Any, partial: PartialRound | None) -> Count:
         """Return the count of a batch; samples that only fill up a last round are left out."""
-        if partial is None and type(batch) is self._plain_form:
-            try:
-                leading: Any = batch[self._plain_key]
-                return leading.shape[0], 0, leading.numel()
-            except (LookupError, TypeError, AttributeError):
-                pass  # the same class with other parts
+        counted: Count
+        try:
+            if partial is None and type(batch) is self._plain_form:
+                leading = batch[self._plain_key]
+                counted = leading.shape[0], 0, leading.numel()
+            else:
+                counted = self._count(batch, partial)
+        except (LookupError, AttributeError):  # the same class with other parts
+            counted = self._count(batch, partial)
+        self.work += counted[2]
+        return counted
+
+    def _count(self, batch: Any, partial: PartialRound | None) -> Count:
         leading = self._leading(batch)
         if leading is None:
             return 1.0, 0.0 if self._tokens is None else self._tokens(batch), 1.0

@@ -24,6 +24,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from ...runtime import phases
 from ...runtime.devices.memory import peak_memory
 from ...runtime.phases import NAMES, PhaseClock, Row
 from ..stragglers.device_clock import clock_for
-from .counting import BatchCounter, Count, PartialRound
+from .counting import BatchCounter, Count
 from .flops import FlopCounter
 from .reading import FIELDS, FLOPS, MEMORY, PEAK, RECOMPUTED, SAMPLES, SHARES, STEPS, TOKENS, Reading, Table, combined
 
@@ -86,14 +87,15 @@ class _Sample(NamedTuple):
     phases: tuple[float, ...]
 
 
-class _Stopwatch:
-    """Measure a loop, without the loops inside of it: each adds its own seconds to those of all."""
+class _Loop:
+    """A loop over a prepared loader."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, counts: list[Count], loader: Any) -> None:
+        self.counts, self.loader = counts, loader
         self._meter, self._start, self._claimed = meter, perf_counter(), meter._claimed
 
     def lap(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds since the last call, without those of loops inside of this one: each claims its own."""
         now = perf_counter()
         own = max(0.0, now - self._start - (self._meter._claimed - self._claimed))
         self._meter._claimed = self._claimed = self._meter._claimed + own
@@ -109,7 +111,7 @@ class Meter:
         self.epochs: int | None = None
         """Epochs of the loop that trains, as far as `Accelerator.progress` was told."""
         self._place = place
-        self._counter = BatchCounter(options.tokens)
+        self.count = BatchCounter(options.tokens)
         self._clock: PhaseClock | None = None
         self._own_clock: PhaseClock | None = None
         self._steps: deque[Row] = deque(maxlen=_MOST_STEPS)
@@ -117,14 +119,13 @@ class Meter:
         """Whether the times of the first step of training were read, and left out."""
         self._phases = [0.0] * len(NAMES)
         self._totals: _Totals = (0, 0.0, 0.0, 0.0, 0.0, 0)
-        self._seen: Count = (0.0, 0.0, 0.0)
         self._claimed = 0.0
-        """Seconds of all completed batches, of evaluation too; see `_Stopwatch`."""
+        """Seconds of all completed batches, of evaluation too; see `_Loop.lap`."""
         self._added_at: float | None = None
         self._loader: Callable[[], Any] = lambda: None
         self._flops: FlopCounter | None = None
-        self._counted_work = 0.0
-        self._counted_since = 0
+        self._counted_since = (0.0, 0)
+        """The elements of all batches before FLOPs were counted, and what told that a batch was one of training."""
         self._per_element: tuple[float, float] | None = None
         """FLOPs per element of a batch, and those of recomputation."""
         self._peak: float | None = options.peak_flops
@@ -154,92 +155,93 @@ class Meter:
             self._clock, clock.copies = clock, self._steps
         return clock
 
-    def count(self, batch: Any, partial: PartialRound | None) -> None:
-        """Count the batch that a loader is about to yield."""
-        self._seen = seen = self._counter(batch, partial)
-        if self._flops is not None:
-            self._counted_work += seen[2]
+    def measure_batches(
+        self, batches: Iterator[Any], counts: list[Count], phase: int, loader: Any
+    ) -> Generator[Any, None, None]:
+        """Yield the batches of a loop, and add up those of training. See [Note: which batches count].
 
-    def measure_batches(self, batches: Iterator[Any], phase: int, loader: Any) -> Iterator[Any]:
-        """Yield the batches of a loop, and add up those of training. See [Note: which batches count]."""
+        Args:
+            batches: What to yield.
+            counts: The counts of the batches that were yielded, to be cleared here.
+            phase: What waiting for a batch counts as.
+            loader: The prepared loader, which knows where the run is.
+        """
         clock = self.running_clock()
         if threading.get_ident() != clock.thread:
             yield from batches
             return
         if self._peak is None:
             self._peak = self._place.peak() or 0.0
-        if self._flops is not None and clock.trained != self._counted_since:
+        if self._flops is not None and clock.trained != self._counted_since[1]:
             self._end_counting(clock)  # an evaluation inside of the first batch of training
         clock.skip()  # what came before this loop
-        stopwatch, timed = _Stopwatch(self), clock.measure_batches(batches, phase)
-        batches_per_step = yield from self._measure_each(timed, clock, stopwatch, loader)
+        loop, timed = _Loop(self, counts, loader), clock.measure_batches(batches, phase)
+        batches_per_step = yield from self._measure_each(timed, clock, loop)
         while batches_per_step:
-            is_regular = yield from self._measure_together(batches, batches_per_step, stopwatch, loader)
+            is_regular = yield from self._measure_together(batches, batches_per_step, loop)
             clock.forget()
-            batches_per_step = yield from self._measure_each(timed, clock, stopwatch, loader, until_short=is_regular)
+            batches_per_step = yield from self._measure_each(timed, clock, loop, until_short=is_regular)
 
     def _measure_each(
-        self, batches: Iterator[Any], clock: PhaseClock, stopwatch: _Stopwatch, loader: Any, until_short: bool = True
+        self, batches: Iterator[Any], clock: PhaseClock, loop: _Loop, until_short: bool = True
     ) -> Generator[Any, None, int]:
         """Measure every batch; return how many the last step had, if it was a short one. See [Note: short steps]."""
         tries = _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
         until_short = until_short and clock is self._own_clock
         counts, trained, since_step = False, clock.trained, 0
         for batch in batches:
-            seen = self._seen
             if tries:
                 tries -= 1
-                counts = self._begin_counting(seen, clock)
+                counts = self._begin_counting(loop.counts[-1], clock)
             try:
                 yield batch
             finally:  # also if the loop is left early
-                own, since_step = stopwatch.lap(), since_step + 1
+                own, since_step = loop.lap(), since_step + 1
                 if counts:
                     counts = False
                     self._end_counting(clock)
                 if clock.trained != trained:
                     trained = clock.trained
-                    self._add([seen], own, loader)
+                    self._add(loop, own)
                 else:
                     clock.forget()
+                    loop.counts.clear()
                     until_short = False
             if until_short and own < _SHORT_STEP and clock.end_completed_step():
                 return since_step
         return 0
 
     def _measure_together(
-        self, batches: Iterator[Any], batches_per_step: int, stopwatch: _Stopwatch, loader: Any
+        self, batches: Iterator[Any], batches_per_step: int, loop: _Loop
     ) -> Generator[Any, None, bool]:
         """Measure the batches of several short steps without a clock; return whether all of them had as many."""
-        seen: list[Count] = []
-        steps, most = self._place.steps_taken(), _STEPS_TOGETHER * batches_per_step
+        steps = self._place.steps_taken()
         phases.clock = None
         try:
-            for batch in batches:
-                seen.append(self._seen)
-                yield batch
-                if len(seen) == most:
-                    break
+            yield from islice(batches, _STEPS_TOGETHER * batches_per_step)
         finally:
             self.running_clock()
-            own = stopwatch.lap()
-            is_regular = (self._place.steps_taken() - steps) * batches_per_step == len(seen)
-            if seen and is_regular:
-                self._add(seen, own, loader)
+            own = loop.lap()
+            is_regular = (self._place.steps_taken() - steps) * batches_per_step == len(loop.counts)
+            if is_regular and loop.counts:
+                self._add(loop, own)
+            loop.counts.clear()
         return is_regular
 
-    def _add(self, seen: Sequence[Count], own: float, loader: Any) -> None:
-        """Add batches of training, which took these seconds together."""
+    def _add(self, loop: _Loop, own: float) -> None:
+        """Add the batches of training that a loop has counted, which took these seconds together."""
         batches, samples, tokens, work, seconds, _ = self._totals
-        more = [sum(column) for column in zip(*seen, strict=True)]
-        batches, steps = batches + len(seen), self._place.steps_taken()
+        number, loader = len(loop.counts), loop.loader
+        more = [sum(column) for column in zip(*loop.counts, strict=True)]
+        loop.counts.clear()
+        batches, steps = batches + number, self._place.steps_taken()
         self._totals = (batches, samples + more[0], tokens + more[1], work + more[2], seconds + own, steps)
         if self._loader() is not loader:
             self._loader = weakref.ref(loader)
         if not self._samples:
             self._sample(perf_counter())
             self._has_first_step = False
-        elif batches % _STEPS_BETWEEN_COLLECTIONS < len(seen) and self._clock is self._own_clock is not None:
+        elif batches % _STEPS_BETWEEN_COLLECTIONS < number and self._clock is self._own_clock is not None:
             self._own_clock.collect()  # a clock of the device keeps a few steps only
 
     def add(self, samples: float, tokens: float = 0.0) -> None:
@@ -262,7 +264,7 @@ class Meter:
         """Count FLOPs from here on, if this may be the first batch of training; return whether."""
         if self._flops is not None or self._per_element is not None or not torch.is_grad_enabled():
             return False
-        self._counted_work, self._counted_since = seen[2], clock.trained
+        self._counted_since = (self.count.work - seen[2], clock.trained)
         self._flops = FlopCounter()
         self._flops.start()
         return True
@@ -272,8 +274,9 @@ class Meter:
         counter = self._flops
         if counter is not None and counter.stop():
             self._flops = None
-            if clock.trained != self._counted_since and self._counted_work:
-                self._per_element = (counter.flops / self._counted_work, counter.recomputed / self._counted_work)
+            work, trained = self.count.work - self._counted_since[0], self._counted_since[1]
+            if clock.trained != trained and work:
+                self._per_element = (counter.flops / work, counter.recomputed / work)
 
     # --- whenever somebody asks -------------------------------------------------------------------------------------
 
