@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.runtime import phases
 from accelerate.state import AcceleratorState
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.watch.meter import meter
 from accelerate.watch.meter.meter import Meter
 from accelerate.watch.meter.reading import Reading
@@ -332,6 +332,47 @@ def test_ranks_of_a_tensor_parallel_group_count_their_samples_once() -> None:
     flops = 3 * 2 * LENGTH * 2 * 32 * 64  # of a sample: each rank computes a half
     assert reading.flops_per_second == pytest.approx(flops * reading.samples_per_second, rel=0.01)
     run.stop()
+
+
+@ranks(2)
+def test_the_flops_of_sharded_parameters_are_those_of_whole_ones() -> None:
+    run = Run(samples=64, fsdp_plugin=FullyShardedDataParallelPlugin())
+    run.train()
+    reading = reading_of(run)
+    flops = 3 * 2 * LENGTH * 2 * 32 * 64  # of a sample
+    assert reading.flops_per_second == pytest.approx(flops * reading.samples_per_second, rel=0.01)
+    assert run.meter._totals[1] == 32, "each rank counts its own"
+    run.stop()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+@ranks(2)
+def test_stages_of_a_pipeline_count_their_samples_once_and_their_own_flops() -> None:
+    accelerator = Accelerator(cpu=True, meter=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model, loader = Blocks(), DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    for (inputs,) in loader:
+        accelerator.forward_backward(model, inputs, loss_fn=lambda outputs: outputs.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    reading = accelerator.meter().read()
+    assert reading is not None
+    assert accelerator.meter()._totals[:2] == (8, 64), "each rank reads all samples"
+    per_step = reading.samples_per_second / reading.steps_per_second
+    assert per_step == pytest.approx(8, rel=0.35)
+    flops = 2 * 32 * 32 * (4 + 4 + 3)  # of a sample on both stages: the first block needs no gradient of its input
+    assert reading.flops_per_second == pytest.approx(flops * reading.samples_per_second, rel=0.35)
+    accelerator.meter().stop()
 
 
 def test_a_meter_ends_with_the_state_of_its_accelerator() -> None:

@@ -105,3 +105,28 @@ def test_a_device_without_published_rows_has_a_wider_interval() -> None:
 
 def test_ranks_fill_one_node_after_the_other() -> None:
     assert cluster("64xH100").nodes_of((0, 1, 7, 8, 63)) == {0: 3, 1: 1, 7: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA A1000 Laptop GPU", None),
+    ],
+)
+def test_the_name_that_a_driver_gives_is_recognised(name: str, device: str | None) -> None:
+    found = load().recognised(name)
+    assert (None if found is None else found.name) == device
