@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from .training import by_hand, make_loader, make_net, steps, train
 
 
 def settings_of(way: str) -> dict[str, Any]:
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin()} if way == "fsdp2" else {}
+    settings: dict[str, Callable[[], dict[str, Any]]] = {
+        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+        "fp16": lambda: {"mixed_precision": "fp16"},
+        "compiled": lambda: {"dynamo_backend": "aot_eager"},
+    }
+    return settings[way]() if way in settings else {}
 
 
 def searched(way: str = "one", start: int = 32, least: int = 8, seed: int = 7, **options: Any) -> dict[str, Any]:
@@ -46,9 +52,9 @@ def trained_by_hand(way: str, batch_size: int, accumulation: int, **options: Any
     return by_hand(batch_size, accumulation, settings={"cpu": True, **settings_of(way)}, **options)
 
 
-@pytest.mark.parametrize("way", ["one", "ddp2", "fsdp2"])
+@pytest.mark.parametrize("way", ["one", "fp16", "compiled", "ddp2", "fsdp2"])
 def test_the_losses_are_those_of_the_same_batch_size_by_hand(way: str) -> None:
-    world_size = WAYS[way][0]
+    world_size = WAYS[way][0] if way in WAYS else 1
     exact = way == "fsdp2"  # FSDP2 does not average the buffers of a batch norm
     found = run_on_ranks(world_size, searched, way=way, exact=exact)
     expected = run_on_ranks(world_size, trained_by_hand, way=way, batch_size=8, accumulation=4, exact=exact)
