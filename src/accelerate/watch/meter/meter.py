@@ -145,11 +145,10 @@ class Meter:
 
     def running_clock(self) -> PhaseClock:
         """Return the clock of this process, and start one if nothing else has."""
-        clock = phases.clock
+        clock = phases.clock or self._own_clock
         if clock is None:
-            clock = self._own_clock
-            if clock is None or clock.thread != threading.get_ident():
-                clock = self._own_clock = clock_for(self._place.device)
+            clock = self._own_clock = clock_for(self._place.device)
+        if phases.clock is None and clock.thread == threading.get_ident():
             phases.clock = clock
         if clock is not self._clock:
             self._clock, clock.copies = clock, self._steps
