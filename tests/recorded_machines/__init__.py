@@ -147,9 +147,15 @@ class RecordedTorch:
 def _root_of(name: str) -> Path:
     """Write a machine once for all tests of this process."""
     root = Path(tempfile.mkdtemp(prefix=f"{name}_"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    atexit.register(_remove, root, os.getpid())
     RecordedMachine.load(name).write(root)
     return root
+
+
+def _remove(root: Path, made_by: int) -> None:
+    """Remove the files of a machine at the end of the process that wrote them, not at the end of its forks."""
+    if os.getpid() == made_by:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @contextmanager
