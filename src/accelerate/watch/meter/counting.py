@@ -38,14 +38,14 @@ class BatchCounter:
 
     def __call__(self, batch: Any, partial: PartialRound | None) -> Count:
         """Return the count of a batch; samples that only fill up a last round are left out."""
-        counted: Count
-        try:
-            if partial is None and type(batch) is self._plain_form:
+        counted: Count | None = None
+        if partial is None and type(batch) is self._plain_form:
+            try:
                 leading = batch[self._plain_key]
                 counted = leading.shape[0], 0, leading.numel()
-            else:
-                counted = self._count(batch, partial)
-        except (LookupError, AttributeError):  # the same class with other parts
+            except (LookupError, AttributeError):
+                pass  # the same class with other parts
+        if counted is None:
             counted = self._count(batch, partial)
         self.work += counted[2]
         return counted

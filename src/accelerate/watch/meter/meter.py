@@ -167,7 +167,9 @@ class Meter:
         """
         clock = self.running_clock()
         if threading.get_ident() != clock.thread:
-            yield from batches
+            for batch in batches:
+                counts.clear()
+                yield batch
             return
         if self._peak is None:
             self._peak = self._place.peak() or 0.0
