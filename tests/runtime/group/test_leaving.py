@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -129,3 +132,26 @@ def test_a_closed_mesh_keeps_no_groups_with_threads_that_wake_up() -> None:
     threads = pool.run(4, train_on_a_mesh_and_end, {})
     pool.close()
     assert max(threads) < 12, "each of the mesh's many groups would keep three"
+
+
+def train_twice_after_ranks_called_different_collectives() -> float:
+    accelerator = Accelerator(cpu=True)
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    if accelerator.is_main_process:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    else:
+        dist.broadcast(torch.ones(1), src=0, group=group, async_op=True)
+    del group
+    accelerator.end_training()
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    started = time.monotonic()
+    accelerator.end_training()  # frees the group of the first training
+    return time.monotonic() - started
+
+
+def test_a_collective_that_never_completed_does_not_hold_the_next_training() -> None:
+    pool = new_pool()
+    seconds = pool.run(2, train_twice_after_ranks_called_different_collectives, {})
+    pool.close()
+    assert max(seconds) < 30

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -42,12 +43,28 @@ _SECONDS_TO_CONNECT = timedelta(seconds=10)
 """How long members wait for each other's connections, once all have agreed to form a group."""
 _REQUESTS_PER_SECOND = 2_000
 """Requests to the store from all waiting processes together."""
+_SECONDS_TO_FREE = 5.0
+"""How long the end of a training waits until the group of the previous one is freed. It takes milliseconds."""
 
 # [Note: who frees a process group]
 # Models hold the process group too, from C++, and may outlive it in a script. The last reference frees it, and the
 # destructor waits for the group's own thread. From Python that is harmless, because the GIL is released meanwhile; from
 # C++ it is a deadlock if the thread needs the GIL at that moment. So Python keeps a destroyed group after training.
+# The destructor also waits for collectives that the other ranks never joined, up to the group's timeout, so a thread of
+# its own frees the group.
 # Forked children do not have that thread and never free it: see [Note: garbage of the parent].
+
+
+def _free(groups: list[Any]) -> None:
+    """Free process groups. One that waits for a collective is freed later, see [Note: who frees a process group]."""
+    thread = threading.Thread(target=groups.clear, name="accelerate-free-groups", daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_FREE)
+    if thread.is_alive():
+        logger.warning(
+            "A collective of a process group that was left never completed: not every rank called it. Its connections "
+            "stay open until the group's timeout."
+        )
 
 
 class Runtime:
@@ -295,8 +312,11 @@ class Runtime:
             self.shutdown_hooks.pop()()
         if self.owns_group and dist.is_initialized():
             self._rendezvous_store = self._rendezvous_store or dist.distributed_c10d._get_default_store()
-            Runtime._closed = list(dist.distributed_c10d._world.pg_map) if all_ranks else []
+            closed, Runtime._closed = Runtime._closed, []
+            (Runtime._closed if all_ranks else closed).extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
+            if closed:
+                _free(closed)
         self.owns_group = False
         self._clear_meshes()
         atexit.unregister(self._leave_at_exit)
