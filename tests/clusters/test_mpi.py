@@ -40,6 +40,7 @@ def test_mpirun_with_one_python_per_rank_on_two_machines(first: Machine) -> None
     assert placed(printed) == [("0", "2", "0", "n1", "3"), ("1", "2", "0", "n2", "3")]
 
 
+@pytest.mark.nightly
 def test_mpirun_with_one_launch_per_rank(first: Machine) -> None:
     printed = first.run("mpirun", "-np", 2, *ACCELERATE, "launch", SUMS)
     assert placed(printed) == [("0", "2", "0", "n1", "3"), ("1", "2", "1", "n1", "3")]

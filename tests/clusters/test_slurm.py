@@ -50,6 +50,7 @@ def test_srun_with_one_python_per_rank(cluster: Slurm) -> None:
     assert placed(printed) == [("0", "2", "0", "n1", "3"), ("1", "2", "0", "n2", "3")]
 
 
+@pytest.mark.nightly
 def test_srun_with_one_launch_per_rank(cluster: Slurm) -> None:
     printed = cluster.run("srun", "--nodes=2", "--ntasks=3", *ACCELERATE, "launch", SUMS)
     assert placed(printed) == [("0", "3", "0", "n1", "6"), ("1", "3", "1", "n1", "6"), ("2", "3", "0", "n2", "6")]

@@ -31,7 +31,7 @@ def planned(name: str, folder: Path) -> tuple[dict[str, Any], Path]:
     return json.loads((folder / "plan.json").read_text()), script
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", at_night("kto"), at_night("reward"), at_night("grpo")])
+@pytest.mark.parametrize("name", [at_night("sft"), "dpo", at_night("kto"), at_night("reward"), at_night("grpo")])
 def test_scripts_that_a_package_ships_are_planned_as_they_are(name: str, tmp_path: Path) -> None:
     plan, script = planned(name, tmp_path)
     assert plan["trained_parameters"] == TINY + HEADS.get(name, 64 * 32)

@@ -220,9 +220,11 @@ def main() -> int:
         launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         launched("2 ranks by accelerate launch", *launch, __file__, json.dumps([alone, everything]))
-        launched("accelerate env", "-m", "accelerate.commands.accelerate_cli", "env")
-        launched("accelerate test", "-m", "accelerate.commands.accelerate_cli", "test", "--cpu", "--num_processes", "2")
-        launched("2 ranks by torchrun", *torchrun, __file__, json.dumps([alone, ["DDP"]]))
+        if os.environ.get("ACCELERATE_TEST_PROFILE") == "nightly":
+            program = ("-m", "accelerate.commands.accelerate_cli")
+            launched("accelerate env", *program, "env")
+            launched("accelerate test", *program, "test", "--cpu", "--num_processes", "2")
+            launched("2 ranks by torchrun", *torchrun, __file__, json.dumps([alone, ["DDP"]]))
         with check("8 ranks, dp_replicate x dp_shard x cp: the losses of one process"):
             PartialState._reset_state()
             start_processes(on_eight_ranks, (free_port(), alone), nprocs=8, start_method="fork")

@@ -235,6 +235,7 @@ def collect_and_describe() -> int:
     return Accelerator().num_processes
 
 
+@pytest.mark.nightly  # tests/runtime/group/test_leaving.py has the same for data workers
 def test_workers_do_not_collect_the_parents_garbage() -> None:
     """The store of a failed launch waits, when it is destroyed, for a thread that only the parent has."""
     gc.disable()

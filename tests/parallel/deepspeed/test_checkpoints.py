@@ -59,6 +59,7 @@ def test_the_number_format_of_the_weights_is_kept(tmp_path: Path) -> None:
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], abs=1e-5)
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_a_save_in_the_background_is_of_its_moment(tmp_path: Path) -> None:
     for stage in (2, 3):
@@ -109,7 +110,7 @@ def _kill_this_process_in_a_save(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL")
-@pytest.mark.parametrize(("stage", "victim"), [(2, 0), at_night(3, 1)])
+@pytest.mark.parametrize(("stage", "victim"), [at_night(2, 0), at_night(3, 1)])
 def test_a_kill_in_the_middle_of_a_save_leaves_a_committed_checkpoint(stage: int, victim: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         run_on_ranks(2, _save_until_killed, folder=str(tmp_path), stage=stage, victim=victim)

@@ -27,7 +27,7 @@ def wait_for_all(run: Run) -> None:
 
 
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
-    kills, seconds, steps = sized(gate=(4, 0.5, 150), nightly=(100, 15.0, 20_000))
+    kills, seconds, steps = sized(gate=(2, 0.5, 100), nightly=(100, 15.0, 20_000))
     folder = tmp_path / "run"
     folder.mkdir()
     run, draw, made = Run(folder, steps, "zero_first", SHARDS), random.Random(1), 0

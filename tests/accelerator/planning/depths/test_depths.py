@@ -12,7 +12,7 @@ import pytest
 
 from tests import warm
 from tests.ecosystem.libraries import PYTHON, needs_libraries
-from tests.sizes import cases
+from tests.sizes import cases, sized
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 REPOSITORY = Path(__file__).parents[4]
@@ -46,7 +46,7 @@ def check(python: str, words: str) -> None:
 
 @pytest.mark.parametrize(("family", "sharded"), cases(gate=[("llama", "--sharded")], nightly=OURS))
 def test_few_blocks_of_a_model_are_planned_as_all_of_them(family: str, sharded: str) -> None:
-    check(sys.executable, f"{family} --layers 9 {sharded}")
+    check(sys.executable, f"{family} --layers {sized(gate=6, nightly=9)} {sharded}")
 
 
 @pytest.mark.nightly

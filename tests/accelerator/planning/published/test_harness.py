@@ -17,7 +17,8 @@ ONE_GPU, SHARDED, LOW_RANK = 35, 2, 343
 
 
 @pytest.mark.parametrize(
-    ("line", "memory_within", "rate_within"), [(ONE_GPU, 0.02, 0.15), at_night(SHARDED, 0.05, 0.15), (LOW_RANK, 0.1, 1)]
+    ("line", "memory_within", "rate_within"),
+    [(ONE_GPU, 0.02, 0.15), at_night(SHARDED, 0.05, 0.15), at_night(LOW_RANK, 0.1, 1)],
 )
 def test_a_published_run_is_planned(line: int, memory_within: float, rate_within: float, tmp_path: Path) -> None:
     (case,) = (case for case in read_cases() if case.line == line)
