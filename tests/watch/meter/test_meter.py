@@ -198,6 +198,12 @@ def test_short_batches_without_training_among_others_are_left_out() -> None:
     run.stop()
 
 
+def test_a_meter_that_is_stopped_in_a_loop_of_short_steps_stays_stopped() -> None:
+    run = Run(BATCH * 100, step_seconds=0.001)
+    run.train(lambda number: run.stop() if number == 20 else None)
+    assert phases.clock is None
+
+
 def test_a_loop_that_is_left_early_counts_its_last_batch() -> None:
     run = Run()
     with pytest.raises(StopIteration):

@@ -221,7 +221,8 @@ class Meter:
         try:
             yield from islice(batches, _STEPS_TOGETHER * batches_per_step)
         finally:
-            self.running_clock()
+            if phases.meter is self:  # not stopped meanwhile
+                self.running_clock()
             own = loop.lap()
             is_regular = (self._place.steps_taken() - steps) * batches_per_step == len(loop.counts)
             if is_regular and loop.counts:
