@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from accelerate.config import environment
@@ -67,7 +68,13 @@ OUT_OF_TIME = ["from pytest-timeout", "did not end within", "not finished after"
 
 
 def pytest_configure() -> None:
-    """Keep the tests apart from the machine: from its user's config file, and from a shell that ignores Ctrl-C."""
+    """Keep the tests apart from the machine: from its user's config file, and from a shell that ignores Ctrl-C.
+
+    The gate draws the same examples every time; new ones are for the night.
+    """
+    hypothesis.settings.register_profile("gate", derandomize=True)
+    if PROFILE == "gate":
+        hypothesis.settings.load_profile("gate")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from itertools import chain
 
@@ -18,9 +17,7 @@ from tests.ranks import run_on_ranks
 from tests.sizes import at_night, sized
 
 EXAMPLES = sized(gate=100, nightly=20_000)
-BOUNDED = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize="CI" in os.environ
-)
+BOUNDED = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # streams are read on, ranks may be uneven
 

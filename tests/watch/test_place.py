@@ -21,15 +21,22 @@ from accelerate.watch.place import (
 )
 
 
-def place_while(work: Callable[[], object]) -> Place:
-    """Look at a thread that is in the middle of its work."""
-    thread = threading.Thread(target=work)
+def place_while(work: Callable[[threading.Event], object]) -> Place:
+    """Look at a thread in the middle of its work, which ends with an event."""
+    end = threading.Event()
+    thread = threading.Thread(target=work, args=(end,))
     thread.start()
     time.sleep(0.3)
     place = place_of(thread.ident or 0)
+    end.set()
     thread.join()
     assert place is not None
     return place
+
+
+def sleep(end: threading.Event) -> None:
+    while not end.is_set():
+        time.sleep(0.5)
 
 
 def this_line() -> int:
@@ -39,19 +46,17 @@ def this_line() -> int:
 
 
 def test_the_users_line_and_what_it_called() -> None:
-    event = threading.Event()
-
-    def work() -> None:
-        event.wait(0.6)
+    def work(end: threading.Event) -> None:
+        end.wait(60)
 
     place = place_while(work)
     assert (place.location(), place.call, place.phase) == (f"test_place.py:{this_line() - 3}", "wait()", USER_CODE)
-    assert place.source == "event.wait(0.6)"
+    assert place.source == "end.wait(60)"
     assert place.at_lock
 
 
 def test_a_sleep_is_no_lock() -> None:
-    assert not place_while(lambda: time.sleep(0.6)).at_lock
+    assert not place_while(sleep).at_lock
 
 
 def test_a_thread_that_has_ended() -> None:
@@ -67,11 +72,11 @@ def test_where_an_exception_came_from() -> None:
 
 
 def test_an_exception_that_is_being_handled() -> None:
-    def work() -> None:
+    def work(end: threading.Event) -> None:
         try:
             raise KeyError("sample 7")
         except KeyError:
-            time.sleep(0.6)
+            sleep(end)
 
     assert "KeyError: 'sample 7' (test_place.py" in place_while(work).handling
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import chain
 from random import Random
 from typing import Any
@@ -21,7 +20,6 @@ BOUNDED = settings(
     max_examples=sized(gate=300, nightly=50_000),
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize="CI" in os.environ,
 )
 EPOCHS = st.fixed_dictionaries(
     {

@@ -274,11 +274,18 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return block;
   }
 
-  // Give the memory of free blocks back. Work may still use it: wait for all of it, as cudaFree does.
+  // Give the memory of free blocks back. Work may still use it: wait for all of it, as cudaFree does. While the host waits
+  // for one stream, another thread may add work to a stream that was waited for, and free what that work uses.
   static void release_cache(int device) {
-    synchronize_device(device);
     auto& memory = memory_of(device);
-    std::lock_guard lock(memory.mutex);
+    std::unique_lock lock(memory.mutex, std::defer_lock);
+    do {
+      if (lock.owns_lock()) {
+        lock.unlock();
+      }
+      synchronize_device(device);
+      lock.lock();
+    } while (!is_idle(device));
     collect_leaving(memory);
     for (auto& [stream, pool] : memory.pools) {
       for (const auto& [size, block] : pool.free) {

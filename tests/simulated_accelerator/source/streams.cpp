@@ -334,18 +334,29 @@ QueuePtr current_queue(int device) {
   return queue_of(current_stream(device));
 }
 
+namespace {
+
+std::vector<QueuePtr> queues_of(int device) {
+  std::vector<QueuePtr> queues;
+  std::lock_guard lock(state().mutex);
+  for (const auto& [id, queue] : state().devices[device].streams) {
+    queues.push_back(queue);
+  }
+  return queues;
+}
+
+} // namespace
+
 void synchronize_device(int device) {
   open_context(device);
-  std::vector<QueuePtr> queues;
-  {
-    std::lock_guard lock(state().mutex);
-    for (const auto& [id, queue] : state().devices[device].streams) {
-      queues.push_back(queue);
-    }
-  }
-  for (const auto& queue : queues) {
+  for (const auto& queue : queues_of(device)) {
     queue->synchronize();
   }
+}
+
+bool is_idle(int device) {
+  const auto queues = queues_of(device);
+  return std::all_of(queues.begin(), queues.end(), [](const auto& queue) { return queue->is_idle(); });
 }
 
 void forget_errors() {

@@ -125,6 +125,7 @@ void release_stream(const c10::Stream& stream);
 c10::Stream exchange_stream(const c10::Stream& stream);
 QueuePtr current_queue(int device);
 void synchronize_device(int device);
+bool is_idle(int device);
 void forget_errors();
 
 // --- Deliberate faults

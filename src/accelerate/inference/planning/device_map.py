@@ -198,11 +198,10 @@ def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
     group_of: dict[int, _Group] = {}  # by tensor
     groups: dict[int, _Group] = {}  # by identity, in order
     for names, tensors in _atoms(model, sizing.whole):
-        group = _Group()
-        for ident in {id(tensor) for _, tensor, _ in tensors}:
-            other = group_of.get(ident)
-            if other is not None and other is not group:
-                group = _merged(other, group, group_of, groups)
+        found = {id(group_of[id(tensor)]) for _, tensor, _ in tensors if id(tensor) in group_of}
+        group, *others = [other for ident, other in groups.items() if ident in found] if found else [_Group()]
+        for other in others:
+            _merge(group, other, group_of, groups)
         groups.setdefault(id(group), group)
         group.atoms += names
         layer = buffers = 0
@@ -219,9 +218,9 @@ def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
     return list(groups.values())
 
 
-def _merged(first: _Group, second: _Group, group_of: dict[int, _Group], groups: dict[int, _Group]) -> _Group:
+def _merge(first: _Group, second: _Group, group_of: dict[int, _Group], groups: dict[int, _Group]) -> None:
     """Merge the second group into the first, which keeps its position in the order."""
-    groups.pop(id(second), None)
+    del groups[id(second)]
     first.atoms += second.atoms
     first.tensors |= second.tensors
     first.buffers += second.buffers
@@ -229,7 +228,6 @@ def _merged(first: _Group, second: _Group, group_of: dict[int, _Group], groups: 
     first.layer_without_buffers = max(first.layer_without_buffers, second.layer_without_buffers)
     for ident in second.tensors:
         group_of[ident] = first
-    return first
 
 
 @dataclass
@@ -252,17 +250,21 @@ class _Planner:
         self.offload_buffers, self.fallback = offload_buffers, fallback
         self.refused: dict[int, list[Any]] = {}
 
-    def allocate(self, reserved: Mapping[Any, float], excluded: Sequence[Any] = ()) -> _Allocation:
-        """Allocate every group, in order, to a place with enough room beside the reserved memory."""
+    def allocate(self, main: Any, reserved: float, excluded: Sequence[Any] = ()) -> _Allocation:
+        """Allocate every group, in order, to a place with enough room, on the main device beside the reserved memory.
+
+        If memory is reserved, the main device is the first accelerator that gets a group: see `dispatch_model`.
+        """
         places = [place for place in self.budgets if place not in excluded]
-        room = {place: self.budgets[place] - reserved.get(place, 0) for place in places}
+        room = {place: self.budgets[place] - (reserved if place == main else 0) for place in places}
         result = _Allocation([], dict.fromkeys(self.budgets, 0))
         self.refused, at = {}, 0
         for number, size in enumerate(self.sizes):
             start = 0 if self.fallback else at
             for index in range(start, len(places)):
                 place = places[index]
-                if size <= room[place] - result.used[place] or size == 0:
+                too_early = reserved and place != main and _is_accelerator(place) and not result.used[main]
+                if not too_early and (size <= room[place] - result.used[place] or size == 0):
                     break
                 self.refused.setdefault(number, []).append(place)
             else:
@@ -294,6 +296,9 @@ class _Planner:
         layer = max((group.layer_without_buffers for group in offloaded), default=0)
         return layer + sum(group.buffers for group in offloaded)
 
+    def _first_accelerator(self, allocation: _Allocation) -> Any:
+        return next((place for place in allocation.places if _is_accelerator(place)), None)
+
     def plan(self) -> tuple[_Allocation, Any, int]:
         """Return the allocation, the main device, and the memory reserved on it."""
         mains = [place for place in self.budgets if _is_accelerator(place)]
@@ -302,13 +307,14 @@ class _Planner:
             kept, tries = 0, 0
             while True:
                 try:
-                    allocation = self.allocate({main: kept}, excluded=mains[:number])
+                    allocation = self.allocate(main, kept, excluded=mains[:number])
                 except _DoesNotFit:
                     raise self._too_small() from None
                 if not allocation.used.get(main) and main != "cpu":
                     break  # nothing fits beside the reserved memory: try the next main device
                 needed = self.room_needed(allocation, offload_places)
-                if not needed or allocation.used.get(main, 0) + needed <= self.budgets.get(main, 0):
+                fits = allocation.used.get(main, 0) + needed <= self.budgets.get(main, 0)
+                if not needed or (fits and self._first_accelerator(allocation) in (main, None)):
                     return allocation, main, needed
                 if main == "cpu" and not allocation.used.get("cpu"):
                     self._warn_about_layers(needed)
