@@ -169,7 +169,7 @@ def test_a_process_that_dies_when_the_others_have_ended_well_is_not_replaced(tmp
     other = psutil.Process(run.pid(0, 0))
     run.touch("finish_0")
     psutil.wait_procs([other], timeout=20)
-    time.sleep(0.3)
+    time.sleep(2)  # the launcher looks ten times a second
     run.kill((1, 0))
     launched = run.end()
     assert "rank 1 failed: killed by SIGKILL" in launched.panel
