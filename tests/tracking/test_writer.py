@@ -161,10 +161,14 @@ def test_a_run_that_cannot_be_closed_is_logged_unless_the_script_itself_has_fail
 def test_strict_raises_the_error_of_a_tracker() -> None:
     accelerator = begun(Scripted(raising(OSError("gone"))), strict=True)
     accelerator.log({"x": 1})
-    with pytest.raises(OSError, match="gone"):  # once the thread has written
+
+    def log_on() -> None:
         for step in range(2, 600):
             time.sleep(0.1)
             accelerator.log({"x": step})
+
+    with pytest.raises(OSError, match="gone"):  # once the thread has written
+        log_on()
 
 
 def test_strict_raises_at_the_end_what_went_wrong_with_the_last_record() -> None:
