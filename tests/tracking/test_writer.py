@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -204,12 +203,12 @@ def test_an_error_on_the_training_thread_does_not_end_training_either(caplog: py
 def test_a_tracker_that_blocks_does_not_make_the_loop_wait() -> None:
     tracker = Scripted(lambda call: time.sleep(1))
     accelerator = begun(tracker)
-    seconds = []
+    slowest = 0.0
     for step in range(5):
         before = time.perf_counter()
         accelerator.log({"loss": torch.tensor(1.0)}, step=step)
-        seconds.append(time.perf_counter() - before)
-    assert statistics.median(seconds) < limit(0.05)
+        slowest = max(slowest, time.perf_counter() - before)
+    assert slowest < limit(0.05)
     accelerator.end_training()
     assert len(tracker.got) == 5
 

@@ -64,12 +64,12 @@ def test_the_host_does_not_wait_for_copies_on_a_simulated_accelerator() -> None:
     staging, tensor = Staging(), torch.ones(1 << 18, device="gpu")
     staging.copy("model", {"weight": tensor})  # allocates
     staging.synchronize()
-    set_delays(copy_bytes_per_second=2e6)  # half a second
+    set_delays(copy_bytes_per_second=5e5)  # two seconds
     begin = time.perf_counter()
     staging.copy("model", {"weight": tensor})
     blocked = time.perf_counter() - begin
     staging.synchronize()
-    assert blocked <= 0.5 * (time.perf_counter() - begin)
+    assert blocked <= 0.15 * (time.perf_counter() - begin)
 
 
 def contexts_after_saving(folder: str, sharded: bool) -> list[int]:

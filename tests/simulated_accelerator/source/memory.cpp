@@ -278,14 +278,13 @@ class DeviceMemory final : public c10::DeviceAllocator {
   // for one stream, another thread may add work to a stream that was waited for, and free what that work uses.
   static void release_cache(int device) {
     auto& memory = memory_of(device);
-    std::unique_lock lock(memory.mutex, std::defer_lock);
-    do {
-      if (lock.owns_lock()) {
-        lock.unlock();
-      }
+    synchronize_device(device);
+    std::unique_lock lock(memory.mutex);
+    while (!is_idle(device)) {
+      lock.unlock();
       synchronize_device(device);
       lock.lock();
-    } while (!is_idle(device));
+    }
     collect_leaving(memory);
     for (auto& [stream, pool] : memory.pools) {
       for (const auto& [size, block] : pool.free) {

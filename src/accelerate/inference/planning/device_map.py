@@ -236,6 +236,10 @@ class _Allocation:
     """The place of each group."""
     used: dict[Any, int]
 
+    @property
+    def first_accelerator(self) -> Any:
+        return next((place for place in self.places if _is_accelerator(place)), None)
+
 
 class _DoesNotFit(Exception):
     """Raised for a group that fits in no place."""
@@ -263,8 +267,9 @@ class _Planner:
             start = 0 if self.fallback else at
             for index in range(start, len(places)):
                 place = places[index]
-                too_early = reserved and place != main and _is_accelerator(place) and not result.used[main]
-                if not too_early and (size <= room[place] - result.used[place] or size == 0):
+                if reserved and place != main and _is_accelerator(place) and not result.used[main]:
+                    continue
+                if size <= room[place] - result.used[place] or size == 0:
                     break
                 self.refused.setdefault(number, []).append(place)
             else:
@@ -296,9 +301,6 @@ class _Planner:
         layer = max((group.layer_without_buffers for group in offloaded), default=0)
         return layer + sum(group.buffers for group in offloaded)
 
-    def _first_accelerator(self, allocation: _Allocation) -> Any:
-        return next((place for place in allocation.places if _is_accelerator(place)), None)
-
     def plan(self) -> tuple[_Allocation, Any, int]:
         """Return the allocation, the main device, and the memory reserved on it."""
         mains = [place for place in self.budgets if _is_accelerator(place)]
@@ -314,7 +316,7 @@ class _Planner:
                     break  # nothing fits beside the reserved memory: try the next main device
                 needed = self.room_needed(allocation, offload_places)
                 fits = allocation.used.get(main, 0) + needed <= self.budgets.get(main, 0)
-                if not needed or (fits and self._first_accelerator(allocation) in (main, None)):
+                if not needed or (fits and allocation.first_accelerator in (main, None)):
                     return allocation, main, needed
                 if main == "cpu" and not allocation.used.get("cpu"):
                     self._warn_about_layers(needed)
