@@ -76,11 +76,12 @@ def train(store: object, events: Events) -> None:
         if members and members[0] == RANK:
             let_in(store, events)
             remove_on_request(events, members)
-        for number in range(seen + 1, events.newest() + 1):
-            if events.read(number).kind == "left" and members[0] == RANK:
+        newest = events.newest()
+        for number in range(seen + 1, newest + 1):
+            if events.read(number).kind == "left" and events.members(number)[:1] == (RANK,):
                 store.add("lost_ms", 250)  # type: ignore[attr-defined]
                 write(f"left_{number}", str(events.read(number).time))
-        seen = events.newest()
+        seen = newest
         time.sleep(0.02)
 
 
