@@ -82,6 +82,24 @@ def test_a_line_that_a_crash_cut_off_does_not_spoil_the_next(tmp_path: Path) -> 
     assert readable == ["start", "step", "step", "torn", "start", "end"]
 
 
+def test_a_line_that_another_run_is_writing_is_not_taken_for_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "project" / "run" / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"step": 1, ')
+
+    def go_on(seconds: float) -> None:
+        with path.open("a") as file:
+            file.write('"values": {}}\n')
+
+    monkeypatch.setattr("accelerate.tracking.jsonl.time.sleep", go_on)
+    tracker = JSONLTracker("project", tmp_path, run="run")
+    tracker.start()
+    tracker.finish()
+    assert [next(iter(record)) for record in records(path)] == ["step", "start", "end"]
+
+
 def test_two_runs_at_once_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     program = f"""
 from accelerate.tracking import JSONLTracker

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "metrics.jsonl"
 _SECONDS_BETWEEN_SAMPLES = 1.0
+_SECONDS_TO_WRITE_A_LINE = 0.05
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
@@ -92,9 +93,8 @@ class JSONLTracker(GeneralTracker):
         self._number.next = self.next_step
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._file).st_size
-        self._is_new = size == 0
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
+        self._is_new = os.fstat(self._file).st_size == 0
+        if _ends_inside_a_line(self._file):
             os.write(self._file, b"\n")
         phases.run_folder = os.path.dirname(self.path)  # the watcher writes its lines about the ranks here
         runtime = Runtime.existing()
@@ -231,6 +231,17 @@ class JSONLTracker(GeneralTracker):
 
 def _device_memory() -> int:
     return int(getattr(torch.accelerator, "memory_allocated", lambda: 0)())
+
+
+def _ends_inside_a_line(file: int) -> bool:
+    """Return whether the last line is incomplete, and no other process is writing it."""
+    seen = -1
+    while (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
+        if size == seen:
+            return True
+        seen = size
+        time.sleep(_SECONDS_TO_WRITE_A_LINE)
+    return False
 
 
 def _line(record: dict[str, Any]) -> bytes:

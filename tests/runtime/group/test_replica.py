@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +68,30 @@ def test_the_group_inside_of_a_replica_outlives_the_default_group() -> None:
         assert len(seen[rank]) == 11
         for later in (seen[rank][3:7], seen[rank][7:]):
             assert later == [seen[rank][0], 5, rank, [0, 1]], "numbered anew, and the same numbers"
+
+
+def form_after_a_failed_attempt(address: str) -> list[object]:
+    os.environ |= {MEMBERSHIP_STORE: address, INCARNATION: "0"}
+    runtime = Runtime.start(cpu=True)
+    member = runtime.member
+    assert member is not None
+    runtime.spread_replica(1)
+    if member.rank == 0:
+        member.events.publish("broken", [], "once")
+    member.hears_of_loss()
+    runtime.leave_members(is_pending=False)
+    if member.rank == 0:  # the other rank had connected, or was not there yet
+        store, timeout = dist.PrefixStore("attempt", member.store), timedelta(seconds=0.5)
+        with pytest.raises(RuntimeError):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timeout)
+    member.learn_of_loss = partial(pytest.fail, "could not connect")  # instead of another attempt
+    runtime.form_group({})
+    return [member.epoch, sum_over(None)]
+
+
+def test_members_of_which_one_failed_to_connect_form_the_next_group() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_on_ranks(2, form_after_a_failed_attempt, address=f"127.0.0.1:{server.port}") == [[1, 1.0]] * 2
 
 
 def test_a_replica_is_named_by_any_of_its_ranks() -> None:

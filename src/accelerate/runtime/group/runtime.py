@@ -243,6 +243,9 @@ class Runtime:
 
     def _open_default_group(self, store: Any, timeout: timedelta) -> None:
         """Open the default group of processes that wait so long for each other's connections."""
+        # torch names groups by a counter per process, which a failed attempt raises too: ranks with different counters
+        # would look for each other under different names.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self.backend,
             store=store,
