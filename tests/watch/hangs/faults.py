@@ -193,8 +193,9 @@ def first_rank_exits(training: Training) -> None:
 
 def busy_first_rank(training: Training) -> None:
     if training.accelerator.is_main_process:
-        printed = _look_for("Rank 0 is busy")
-        while not printed:
+        looking = threading.Thread(target=_wait_for, args=["Rank 0 is busy"], daemon=True)
+        looking.start()  # so that the main thread is always found at the line below
+        while looking.is_alive():
             time.sleep(0.5)  # CULPRIT
     training.accelerator.wait_for_everyone()  # WAITS
 
@@ -382,18 +383,6 @@ def _train_in_a_thread() -> None:
 def _wait_for(notice: str) -> None:
     while not _printed(notice):
         time.sleep(0.1)
-
-
-def _look_for(notice: str) -> list[str]:
-    """Look for the notice in a thread, so that the main thread is always found in its own line; return it then."""
-    found: list[str] = []
-
-    def look() -> None:
-        _wait_for(notice)
-        found.append(notice)
-
-    threading.Thread(target=look, daemon=True).start()
-    return found
 
 
 def _printed(notice: str) -> bool:
