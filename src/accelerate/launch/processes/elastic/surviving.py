@@ -185,22 +185,27 @@ class SurvivingAgent(Agent):
             if codes[local_rank] == 0 and not replica.is_done:
                 replica.is_done = True
                 self.membership.mark_done(replica.rank)
-            if codes[local_rank] is not None or replica.is_member == (replica.rank in members):
+            if replica.is_member == (replica.rank in members):
                 continue
             [ranks] = self.membership.by_replica([replica.rank])
-            if replica.is_member:  # [Note: fences]
-                replica.is_member = False
-                reason = self.membership.why_removed(replica.rank)
-                if reason == RETRACTED:
-                    continue
-                notify(f"the others go on without rank {replica.rank} ({reason}): its process is killed.")
-                end_group(self._processes()[local_rank].pid)
-            elif self.membership.is_outdated(replica.rank, replica.incarnation):
-                self.membership.remove(ranks, "its process had ended when it was let in")
-            else:
-                replica.join()
+            has_ended = codes[local_rank] is not None
+            if replica.is_member:
+                if not has_ended:
+                    self._fence(local_rank, replica)
+            elif not self.membership.is_outdated(replica.rank, replica.incarnation):
+                replica.join()  # also one that has failed since: it is no replacement that failed before it joined
                 if replica.rank == ranks[-1]:
                     notify(sentences.joined(ranks, len(self.membership.by_replica(members))))
+            elif not has_ended:
+                self.membership.remove(ranks, "its process had ended when it was let in")
+
+    def _fence(self, local_rank: int, replica: Replica) -> None:
+        """Kill the process of a rank that the others removed, unless it asks to join once more: [Note: fences]."""
+        replica.is_member = False
+        reason = self.membership.why_removed(replica.rank)
+        if reason != RETRACTED:
+            notify(f"the others go on without rank {replica.rank} ({reason}): its process is killed.")
+            end_group(self._processes()[local_rank].pid)
 
     def _is_over(self, codes: Mapping[int, int | None]) -> bool:
         """Return whether all members have ended well, on every machine, and only replacements are left here."""
