@@ -4,12 +4,14 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from accelerate.config import environment
 from tests.ranks import close_pools
@@ -75,10 +77,16 @@ def pytest_configure() -> None:
     hypothesis.settings.register_profile("gate", derandomize=True)
     if PROFILE == "gate":
         hypothesis.settings.load_profile("gate")
+    dynamic_rendezvous.get_method_name = _name_of_caller
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _name_of_caller(depth: int = 2) -> str:
+    """Return the name that torchelastic records, without reading the sources of all frames of pytest."""
+    return sys._getframe(depth).f_code.co_name
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

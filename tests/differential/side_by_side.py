@@ -22,7 +22,7 @@ from .registry import WORLDS
 REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
 ROOT = Path(__file__).parents[2]
 PYTHONS = {"theirs": REFERENCE, "ours": sys.executable}
-SECONDS = 900
+SECONDS = 300
 
 Observed = dict[str, list[dict[str, Any]]]  # script -> what each rank recorded
 

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from accelerate.utils import (
 )
 from benchmarks.compile import Blocks
 from tests.ranks import ranks
+from tests.sizes import sized
 from tests.timing import ALONE
 
 WIDTH = 16
@@ -43,7 +45,7 @@ def fresh_compiler() -> None:
     counters.clear()
 
 
-def blocks(depth: int = 4, seed: int = 0) -> Blocks:
+def blocks(depth: int = 2, seed: int = 0) -> Blocks:
     torch.manual_seed(seed)
     return Blocks(depth, WIDTH)
 
@@ -245,7 +247,7 @@ def test_a_model_without_blocks_is_compiled_whole(caplog: pytest.LogCaptureFixtu
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("make", "parts"), [(blocks, 4), (OfTorch, 1)])
+@pytest.mark.parametrize(("make", "parts"), [(blocks, 2), (OfTorch, 1)])
 def test_sharded_modules_are_compiled_in_place(make: Any, parts: int) -> None:
     model = make()
     expected = model(batch())
@@ -289,25 +291,25 @@ def test_a_spread_parameter_is_found() -> None:
 
 @ranks(2)
 def test_ddp_is_compiled_from_outside_and_trains_as_plain_ddp() -> None:
-    for regional in (False, True):
-        for precision in ("no", "bf16"):
-            options: dict[str, Any] = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
-            plain, expected = trained(Accelerator(**options), steps=6)
-            plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-            accelerator = Accelerator(dynamo_plugin=plugin, **options)
-            compiled, losses = trained(accelerator, steps=6)
-            assert losses == pytest.approx(expected, rel=1e-5)
-            ddp = compiled if regional else compiled._orig_mod
-            assert isinstance(ddp, DistributedDataParallel)
-            own = accelerator.unwrap_model(compiled, keep_torch_compile=False)
-            assert type(own) is Blocks
-            for name, tensor in accelerator.get_state_dict(compiled).items():
-                torch.testing.assert_close(tensor, plain.module.state_dict()[name])
-                gathered = accelerator.gather(tensor[None])
-                assert torch.equal(gathered[0], gathered[1])
-            kept = accelerator.unwrap_model(compiled)
-            assert torch.equal(kept(batch()), own(batch()))
-            assert (compiled if regional else compiled._orig_mod) is ddp, "unwrapping left the trained model alone"
+    ways = sized(gate=[(False, "no"), (True, "bf16")], nightly=product((False, True), ("no", "bf16")))
+    for regional, precision in ways:
+        options: dict[str, Any] = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+        plain, expected = trained(Accelerator(**options), steps=6)
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+        accelerator = Accelerator(dynamo_plugin=plugin, **options)
+        compiled, losses = trained(accelerator, steps=6)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        ddp = compiled if regional else compiled._orig_mod
+        assert isinstance(ddp, DistributedDataParallel)
+        own = accelerator.unwrap_model(compiled, keep_torch_compile=False)
+        assert type(own) is Blocks
+        for name, tensor in accelerator.get_state_dict(compiled).items():
+            torch.testing.assert_close(tensor, plain.module.state_dict()[name])
+            gathered = accelerator.gather(tensor[None])
+            assert torch.equal(gathered[0], gathered[1])
+        kept = accelerator.unwrap_model(compiled)
+        assert torch.equal(kept(batch()), own(batch()))
+        assert (compiled if regional else compiled._orig_mod) is ddp, "unwrapping left the trained model alone"
 
 
 @ranks(2)

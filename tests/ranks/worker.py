@@ -49,6 +49,7 @@ def run(job: Job) -> Outcome:
     finally:
         forget_everything()
         gc.collect()  # groups that cycles of a sharded model hold keep threads and connections
+        gc.freeze()  # what this job has left is not looked at again
         os.environ.clear()
         os.environ.update(before)
 

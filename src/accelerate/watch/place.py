@@ -328,15 +328,21 @@ class _Condition:
 
 def _conditions(file: str, line: int) -> list[_Condition]:
     """Return the conditions around a line, outermost first."""
+    return [
+        _Condition(node.test, node.lineno, bool(node.orelse) and line >= node.orelse[0].lineno)
+        for node in _ifs(file)
+        if node.body[0].lineno <= line <= (node.end_lineno or 0)
+    ]
+
+
+@cache
+def _ifs(file: str) -> list[ast.If]:
+    """Return the `if` statements of a file, outermost first; parsed once, because the watcher asks again and again."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    return [
-        _Condition(node.test, node.lineno, bool(node.orelse) and line >= node.orelse[0].lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and node.body[0].lineno <= line <= (node.end_lineno or 0)
-    ]
+    return [node for node in ast.walk(tree) if isinstance(node, ast.If)]
 
 
 def _holds_on_one_rank(test: ast.expr) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 _ROOT = Path(__file__).parents[3]
 
@@ -17,15 +18,14 @@ def verify_all(
 ) -> list[dict[str, Any]]:
     """Return the result of each job: the name of its runs on one process, which jobs may share, and its words."""
     lines = "".join(json.dumps(job) + "\n" for job in jobs)
-    paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
+    ended = warm.run(
         [python, "-m", "tests.accelerator.verification.sweep"],
         input=lines,
         capture_output=True,
         text=True,
         timeout=seconds,
         cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     results = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(results) == len(jobs), ended.stderr[-6000:]

@@ -57,6 +57,7 @@ def tracker_of_ones_own(observe: Observer) -> None:
         observe(
             client=accelerator.get_tracker("memory").tracker, unwrapped=accelerator.get_tracker("memory", unwrap=True)
         )
+    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
     accelerator.end_training()
     observe(calls=calls, trackers=len(accelerator.trackers))
 
@@ -69,6 +70,7 @@ def tracker_of_another_rank(observe: Observer) -> None:
     accelerator = Accelerator(log_with=[own_tracker(calls)])
     accelerator.init_trackers("project")
     observe.raises("unknown name", accelerator.get_tracker, "nonsense")
+    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
     accelerator.end_training()
     observe(calls=calls)
 
@@ -90,6 +92,7 @@ def no_tracker(observe: Observer) -> None:
     accelerator = Accelerator()
     accelerator.init_trackers("project", config={"lr": 1})
     accelerator.log({"loss": 1.0}, step=0)
+    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
     accelerator.end_training()
     observe(trackers=accelerator.trackers, log_with=accelerator.log_with)
 
@@ -106,6 +109,7 @@ def tensorboard_scalars(observe: Observer) -> None:
     accelerator.init_trackers("project", config={"lr": 0.1, "name": "x"})
     for step in range(3):
         accelerator.log({"loss": 1.0 / (step + 1), "text": "word", "many": {"a": step}}, step=step)
+    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
     accelerator.end_training()
     if not accelerator.is_main_process:
         return

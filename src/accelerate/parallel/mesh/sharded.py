@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ from ...runtime.group.runtime import Runtime
 from ..base import Capabilities, Steps, Strategy, params_of
 from ..modules import materialising
 from ..modules.averaging import UnshardedParameters, broadcast_parameters
-from ..modules.dtensors import distribute_like, gathered, mesh_of, whole
+from ..modules.dtensors import distribute_like, gathered, local, mesh_of, whole
 from ..modules.means import divisors_of
 from ..modules.memory.activations import CheckpointedForward, refuse_recomputed
 from ..modules.spread import DTENSORS, FULLY_SHARD, Layout, Ranks, fsdp_modules, layout_of, rows_of, sharding_ranks
@@ -424,6 +424,7 @@ class MeshParallel(Strategy):
                 )
                 return
 
+    @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients by their norm over all shards; return the norm before clipping."""
         params = self.current(parameters)
@@ -437,8 +438,8 @@ class MeshParallel(Strategy):
             for group in by_mesh.values()
         ]
         total = self._total_norm(norms, norm_type)
-        for group in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        shards = [_LocalGradient(local(param.grad)) for param in given if param.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)  # type: ignore[arg-type]
         return total
 
     def _total_norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
@@ -462,6 +463,13 @@ class MeshParallel(Strategy):
         if not self.runtime.is_main_process:
             return {}
         return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+@dataclass(frozen=True)
+class _LocalGradient:
+    """A gradient's local shard in the form that torch clips: DTensors would derive the layout of each result first."""
+
+    grad: Tensor
 
 
 def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
