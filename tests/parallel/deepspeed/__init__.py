@@ -6,5 +6,5 @@ from unittest.mock import patch
 
 from tests.warm import without_mlflow
 
-with without_mlflow(), patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), suppress(ImportError):
+with without_mlflow(), patch.dict(os.environ, DS_ACCELERATOR="cpu", TORCHDYNAMO_DISABLE="1"), suppress(ImportError):
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
