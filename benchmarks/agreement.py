@@ -146,7 +146,7 @@ def _total(pipes: Sequence[Connection]) -> Counts:
 
 def _counting() -> list[Counts]:
     """Count the requests of every connection that the library makes from now on."""
-    from accelerate.launch.processes.elastic import membership, signs_of_life
+    from accelerate.launch.processes.elastic import heartbeat, membership
     from accelerate.runtime.membership import events, member
 
     made: list[Counts] = []
@@ -156,7 +156,7 @@ def _counting() -> list[Counts]:
         made.append(Counter())
         return CountedStore(connect(*arguments), made[-1])
 
-    for module in (membership, signs_of_life, member):
+    for module in (membership, heartbeat, member):
         module.connect = counted  # type: ignore[attr-defined]
     return made
 
@@ -165,18 +165,18 @@ def _store(pipe: Connection, members: int, machines: int) -> None:
     """Be the launcher of machine 0, which hosts the store."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+    from accelerate.launch.processes.elastic.heartbeat import LauncherHeartbeat
     from accelerate.launch.processes.elastic.membership import Membership
-    from accelerate.launch.processes.elastic.signs_of_life import SignsOfLife
 
     counts = _counting()
     membership = Membership(HashStore(), is_host=True, host="127.0.0.1", replicas=members)
     pipe.send(membership.address)
-    signs = None
+    heartbeats = None
     while True:
         match pipe.recv():
             case "counts":
-                if signs is None and machines > 1:  # everybody is connected
-                    signs = SignsOfLife(membership.address, on_lost=_fail, **_machine(0, members, machines))
+                if heartbeats is None and machines > 1:  # everybody is connected
+                    heartbeats = LauncherHeartbeat(membership.address, on_lost=_fail, **_machine(0, members, machines))
                 pipe.send(sum(counts, Counter({"cpu": round(1e6 * time.process_time())})))
             case "cpu":
                 pipe.send(time.process_time())
@@ -241,8 +241,8 @@ def _launchers(pipe: Connection, address: str, numbers: list[int], members: int,
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from accelerate.launch.processes.elastic import membership, surviving
-    from accelerate.launch.processes.elastic.signs_of_life import SignsOfLife
-    from accelerate.runtime.membership.signs import pause
+    from accelerate.launch.processes.elastic.heartbeat import LauncherHeartbeat
+    from accelerate.runtime.membership.heartbeat import pause
 
     _hold_many_threads()
     counts = _counting()
@@ -256,7 +256,7 @@ def _launchers(pipe: Connection, address: str, numbers: list[int], members: int,
 
     for number in numbers:
         known = membership.Membership(rendezvous, is_host=False, host="", replicas=members)
-        SignsOfLife(address, on_lost=_fail, **_machine(number, members, machines))
+        LauncherHeartbeat(address, on_lost=_fail, **_machine(number, members, machines))
         threading.Thread(target=watch, args=(known,), daemon=True).start()
     pipe.send(None)
     while True:

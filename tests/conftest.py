@@ -72,11 +72,16 @@ OUT_OF_TIME = ["from pytest-timeout", "did not end within", "not finished after"
 def pytest_configure() -> None:
     """Keep the tests apart from the machine: from its user's config file, and from a shell that ignores Ctrl-C.
 
-    The gate draws the same examples every time; new ones are for the night.
+    The gate draws the same examples every time; new ones are for the night. Neither judges how fast they are.
     """
-    hypothesis.settings.register_profile("gate", derandomize=True)
-    if PROFILE == "gate":
-        hypothesis.settings.load_profile("gate")
+    for profile in ("gate", "nightly"):
+        hypothesis.settings.register_profile(
+            profile,
+            derandomize=profile == "gate",
+            deadline=None,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
+    hypothesis.settings.load_profile(PROFILE)
     dynamic_rendezvous.get_method_name = _name_of_caller
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")

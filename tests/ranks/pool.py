@@ -26,7 +26,7 @@ from .worker import Job, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS_TO_FOLLOW_A_FAILURE = 5.0
-MOST_THREADS = 64
+MOST_THREADS = 32
 """torch's DTensor caches keep a mesh, and so its groups: each has a thread of gloo that wakes up 100 times a second."""
 
 

@@ -35,7 +35,9 @@ class Outcome:
 
 def run(job: Job) -> Outcome:
     """Run one job as a member of its world and leave no trace of it."""
-    before = dict(os.environ)
+    from torch.nn import functional
+
+    before, linear = dict(os.environ), functional.linear
     os.environ.update(job.environment)
     try:
         function: Any = importlib.import_module(job.module)
@@ -47,11 +49,27 @@ def run(job: Job) -> Outcome:
     except BaseException:
         return Outcome(error=traceback.format_exc())
     finally:
+        groups = open_groups()  # held, because DDP's reducer would free its group with Python's lock, and may hang
         forget_everything()
-        gc.collect()  # groups that cycles of a sharded model hold keep threads and connections
-        gc.freeze()  # what this job has left is not looked at again
+        # ZeRO-3 replaces it for good. On one of two ranks, gradients arrive in another order than on the other, and
+        # ZeRO-1 and ZeRO-2 sum those of different parameters.
+        functional.linear = linear
+        collect_garbage()
+        del groups
         os.environ.clear()
         os.environ.update(before)
+
+
+def collect_garbage() -> None:
+    """Free what the job has left, and leave the rest out of later collections.
+
+    Groups that cycles of a sharded model hold keep threads and connections; what holds them can be garbage itself, and
+    is found by the next collection.
+    """
+    for _ in range(4):
+        if not gc.collect():
+            break
+    gc.freeze()
 
 
 def leave_together() -> None:
@@ -60,6 +78,13 @@ def leave_together() -> None:
 
     if dist.is_initialized():
         dist.barrier()
+
+
+def open_groups() -> list[Any]:
+    """Return the process groups of this rank."""
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def forget_everything() -> None:

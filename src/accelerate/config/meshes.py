@@ -70,7 +70,7 @@ def clear_mesh_caches() -> None:
 
     A new mesh of the same shape compares equal. A cached mesh keeps its groups, and gloo's threads with them.
     """
-    for clear in (_clear_transforms, _clear_planners, _clear_topologies):
+    for clear in (_clear_transforms, _clear_shapes, _clear_planners, _clear_topologies, _clear_ring_attention):
         with suppress(ImportError, AttributeError):  # private caches, which other versions of torch may not have
             clear()
 
@@ -80,6 +80,12 @@ def _clear_transforms() -> None:
 
     _redistribute._gen_transform_infos.cache_clear()
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def _clear_shapes() -> None:
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 def _clear_planners() -> None:
@@ -92,3 +98,10 @@ def _clear_topologies() -> None:
     from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
     MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def _clear_ring_attention() -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    # torch keeps each function that it has put in the place of attention, and with it a mesh.
+    _attention._replaced_functions.clear()

@@ -233,7 +233,7 @@ def test_no_size_that_fits_ends_with_the_sizes() -> None:
         fitted()
 
 
-def test_what_a_rehearsal_cannot_do_is_refused_by_name() -> None:
+def test_what_a_trial_cannot_do_is_refused_by_name() -> None:
     accelerator = Accelerator(cpu=True)
     for options, message in (
         ({"global_batch_size": 0}, "A global batch of 0 cannot be kept"),
@@ -309,7 +309,7 @@ def test_a_size_that_turns_out_too_large_later_is_not_tried_again(tmp_path: Path
     fitted = accelerator.fit_batch_size(8, remember=tmp_path / "sizes.json")(fails_later)
     set_seed(0)
     losses = fitted(accelerator, calls)
-    assert calls == [8, 8, 4, 4], "each is rehearsed, then trained with"
+    assert calls == [8, 8, 4, 4], "each is tried, then trained with"
     set_seed(0)
     accelerator.gradient_accumulation_steps = 2
     assert fails_later(4, accelerator, []) == losses

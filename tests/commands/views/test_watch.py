@@ -146,7 +146,7 @@ def test_who_left_and_who_joined_is_listed_with_its_cost(tmp_path: Path, run: Pa
     assert printed[2] == "3 of 4 replicas train · 2 replacements, 0.4 s lost of 2.4 min"
     assert printed[4].endswith(" ago    0.21 s         3  rank 2 was killed by SIGKILL")
     assert printed[5].endswith(" ago    0.18 s         4  rank 2 joined after 8.0 s")
-    assert printed[6].endswith(" ago                   3  rank 1 left: no sign of life for 15 s")
+    assert printed[6].endswith(" ago                   3  rank 1 left: no heartbeat for 15 s")
     write_windows(run, window(10))
     both = watch(tmp_path, COLUMNS="96").printed
     assert "80.0" in both

@@ -55,7 +55,7 @@ LEFT_AND_JOINED: list[dict[str, Any]] = [
     {"total": {"time": START + 5, "replacements": 1, "seconds": 0.21, "of_seconds": 60.0}},
     _change(2, 12.5, "joined", 2, "", 4),
     {"event": 2, "seconds": 0.18},
-    _change(3, 15.5, "left", 1, "no sign of life for 15 s", 3),
+    _change(3, 15.5, "left", 1, "no heartbeat for 15 s", 3),
     {"total": {"time": START + 16, "replacements": 2, "seconds": 0.39, "of_seconds": 144.0}},
 ]
 """The lines of `replicas.jsonl` of a run of about twenty seconds, as the launcher writes them."""

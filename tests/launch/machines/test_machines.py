@@ -124,7 +124,7 @@ def test_training_goes_on_when_a_machine_is_lost_and_when_another_takes_its_plac
     three: list[Machine], tmp_path: Path
 ) -> None:
     def join(machine: Machine) -> Running:
-        # A machine is given up after 20 s without a sign of life, also on a busy one; the last one is waited for 1 s.
+        # A machine is given up after 20 s without a heartbeat, also on a busy one; the last one is waited for 1 s.
         timeouts = "keep_alive_interval=1,keep_alive_max_attempt=20,last_call_timeout=1"
         elastic = ("--nnodes", "2:3", "--max_restarts", 2, "--rdzv_conf", timeouts)
         meet = ("--main_process_ip", three[0].address)

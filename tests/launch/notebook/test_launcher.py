@@ -347,6 +347,20 @@ def test_the_error_names_the_rank_that_failed_first(how: str, reason: str) -> No
     assert type(chained).__name__ == "ChildFailedError"
 
 
+def die_while_another_waits() -> None:
+    state = PartialState()
+    if state.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state.wait_for_everyone()
+
+
+def test_the_error_names_the_rank_that_was_killed_also_if_torch_looks_after_another_has_lost_it() -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        notebook_launcher(die_while_another_waits, num_processes=2, monitor_interval=4)
+    assert list(caught.value.failures) == [0], "torch looks at one of them"
+    assert (caught.value.rank, caught.value.reason) == (1, "SIGKILL, as when memory runs out")
+
+
 def leave_before_the_others() -> None:
     """Call backward once more on rank 0, while rank 1 has returned."""
     accelerator = Accelerator()

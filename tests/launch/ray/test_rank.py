@@ -10,7 +10,7 @@ import pytest
 from accelerate.errors import UnsupportedSettingError
 from accelerate.launch.processes.verdict import judge, panel
 from accelerate.launch.ray.placement import Place
-from accelerate.launch.ray.rank import Home, read_ending
+from accelerate.launch.ray.rank import RankProcess, read_ending
 from accelerate.launch.ray.run import Ranks, Work, _ended_by_launcher, _lost_process
 from accelerate.launchers import ray_launcher
 
@@ -35,8 +35,8 @@ def variables_of(rank: int, places: list[Place], devices: list[tuple[str, ...]])
     ranks: Any = object.__new__(Ranks)
     ranks._work, ranks._places, ranks._attempt = work, places, 1
     ranks._several_nodes = len({each.node_id for each in places}) > 1
-    ranks._homes = {
-        each.rank: Home(pid=1, free_port=7000 + each.rank, devices=given, error_file="")
+    ranks._ranks = {
+        each.rank: RankProcess(pid=1, free_port=7000 + each.rank, devices=given, error_file="")
         for each, given in zip(places, devices, strict=True)
     }
     return dict(ranks._variables(places[rank]))

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.errors import RuntimeConflictError
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night, cases
@@ -18,7 +20,9 @@ from tests.sizes import at_night, cases
 from ..small_transformer import loader, loss_of, model
 from .engines import BUCKETS, config, needs_fp16, run
 
-pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
+zero3_linear_wrap = pytest.importorskip(
+    "deepspeed.runtime.zero.linear", reason="pip install deepspeed: see .ci/install_deepspeed"
+).zero3_linear_wrap
 
 STAGES = (0, 1, 2, 3)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,6 +66,18 @@ def test_offloaded_states_are_stepped_by_the_given_optimizer(stage: int) -> None
     found = run_on_ranks(2, run, stage=stage, sections={"zero": offload}, **VARIANTS["clipped"])[0]
     assert found["losses"] == pytest.approx(by_ddp("clipped")["losses"], abs=1e-5)
     assert found["norms"] == pytest.approx(by_ddp("clipped")["norms"], abs=1e-5)
+
+
+@ranks(2)
+def test_ranks_with_another_order_of_gradients_are_refused() -> None:
+    if PartialState().process_index == 0:  # as after a training with ZeRO-3 on this rank alone
+        torch.nn.functional.linear = zero3_linear_wrap
+    for stage in (1, 2):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(stage)))
+        net = model()
+        with pytest.raises(RuntimeConflictError, match=r"linear is replaced on ranks \[0\] only"):
+            accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        AcceleratorState._reset_state()
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=needs_fp16)])

@@ -211,7 +211,7 @@ def test_a_stopped_process_is_taken_for_lost_and_cannot_come_back(tmp_path: Path
     stopped.suspend()
     run.wait_until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
     complaints = run.end()
-    assert "the others go on without rank 2 (no sign of life for 15 s): its process is killed." in complaints
+    assert "the others go on without rank 2 (no heartbeat for 15 s): its process is killed." in complaints
     assert_equal_to_one_process(run, tmp_path / "one", steps, "zero_first")
     assert_every_sample_once(run, 1)
 

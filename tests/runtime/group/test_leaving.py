@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from tests.launching import run_script
 from tests.parallel import ways
+from tests.parallel.small_transformer import TP_PLAN, loader, loss_of, model
 from tests.ranks import new_pool, run_on_ranks
 from tests.ranks.worker import forget_everything
+from tests.simulated_accelerator import run_on_a_simulated_accelerator
 
 SCRIPT = """
 import atexit, os
@@ -69,24 +75,21 @@ class CollectsGarbage(Dataset[int]):
         return index
 
 
-def train_and_leave_garbage() -> None:
-    gc.disable()  # until the next job
+def read_data_beside_garbage() -> int:
+    gc.disable()
     model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
     model.itself = [model]
     model(torch.ones(1, 2)).sum().backward()
-
-
-def read_data() -> int:
-    loader = Accelerator(cpu=True).prepare(DataLoader(CollectsGarbage(), num_workers=1))
-    batches = list(loader)
+    del model
+    forget_everything()
+    batches = list(DataLoader(CollectsGarbage(), num_workers=1))
     gc.enable()
     return len(batches)
 
 
 def test_a_data_worker_does_not_free_the_group_of_an_earlier_training() -> None:
     for _ in range(3):
-        run_on_ranks(2, train_and_leave_garbage)
-        assert run_on_ranks(2, read_data) == [2, 2]
+        assert run_on_ranks(2, read_data_beside_garbage) == [4, 4]
 
 
 GROUP_OF_THE_SCRIPT = """
@@ -120,16 +123,44 @@ def test_nor_does_it_free_a_group_that_the_script_opened_itself(tmp_path: Path) 
     assert printed.count("2 batches, True") == 2
 
 
-def train_on_a_mesh_and_end() -> int:
-    ways.run("fsdp2xtp2", steps=1)
+def close_a_mesh_and_fork() -> int:
+    """Return how a child ends that was forked while only a cache of another thread held the mesh."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=TP_PLAN))
+    net = accelerator.prepare(model())
+    inputs, targets = next(iter(loader(2)))
+    device = accelerator.device
+    accelerator.backward(loss_of(net(inputs.to(device)), targets.to(device)))  # in a thread of autograd for the device
+    del net, accelerator
+    forget_everything()
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    for _ in range(2000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -signal.SIGKILL
+
+
+def test_a_forked_child_does_not_free_a_closed_mesh_of_another_thread_on_a_simulated_accelerator() -> None:
+    assert run_on_a_simulated_accelerator(close_a_mesh_and_fork, world_size=2, in_new_processes=True) == [0, 0]
+
+
+def train_on_a_mesh_and_end(way: str) -> int:
+    ways.run(way, steps=1)
     forget_everything()
     gc.collect()
     return psutil.Process().num_threads()
 
 
-def test_a_closed_mesh_keeps_no_groups_with_threads_that_wake_up() -> None:
+@pytest.mark.parametrize("way", ["fsdp2xtp2", "fsdp2xcp2"])
+def test_a_closed_mesh_keeps_no_groups_with_threads_that_wake_up(way: str) -> None:
     pool = new_pool()
-    threads = pool.run(4, train_on_a_mesh_and_end, {})
+    threads = pool.run(4, train_on_a_mesh_and_end, {"way": way})
     pool.close()
     assert max(threads) < 12, "each of the mesh's many groups would keep three"
 

@@ -91,7 +91,7 @@ def test_a_request_to_join_is_answered_once(member: Member) -> None:
     member.store.add("asked/1", 1)
     assert member.waiting_ranks() == [1]
     member.admit([1])
-    member.events.publish("left", [1], "machine 1 gives no sign of life")
+    member.events.publish("left", [1], "no heartbeat from machine 1")
     member.epoch = 3
     assert member.waiting_ranks() == [], "its machine is gone, and nobody withdraws the request"
     member.store.add("asked/1", 1)

@@ -19,8 +19,8 @@ from ...runtime.devices import device as devices
 from ...runtime.devices.memory import should_reduce_batch_size
 from .kept import Kept
 from .models import facts_of_models
-from .rehearsal import Outcome, Rehearsal, free_frames
 from .remembering import Entry, Remembered, default_path
+from .trial import Outcome, Trial, free_frames
 
 
 class _Stale(BaseException):
@@ -81,11 +81,11 @@ class Search:
         return self._train(self._found(recalled, call, kept), call, kept)
 
     def _found(self, known: Entry, call: Callable[[int], Any], kept: Kept) -> Entry:
-        """Rehearse one size after the other, on all ranks; return an entry with the first that fits everywhere."""
+        """Try one size after the other, on all ranks; return an entry with the first that fits everywhere."""
         sizes = self._left(known)
         while sizes:
             size = sizes.pop(0)
-            outcomes = self._rehearse(size, call, kept)
+            outcomes = self._try(size, call, kept)
             fits = all(outcome.fits for outcome in outcomes)
             if known.models and outcomes[0].models and outcomes[0].models != tuple(known.models):
                 self._say(f"  sizes that were too large are tried again: {_changed(known.models, outcomes[0].models)}")
@@ -103,13 +103,13 @@ class Search:
             "page on memory name what needs less."
         )
 
-    def _rehearse(self, size: int, call: Callable[[int], Any], kept: Kept) -> list[Outcome]:
-        """Rehearse a size on every rank; raise on all of them if one failed for another reason than memory."""
-        rehearsal = Rehearsal(self.accelerator, kept, size, self.per_process // size)
-        mine = rehearsal.run(lambda: call(size))
+    def _try(self, size: int, call: Callable[[int], Any], kept: Kept) -> list[Outcome]:
+        """Try a size on every rank; raise on all of them if one failed for another reason than memory."""
+        trial = Trial(self.accelerator, kept, size, self.per_process // size)
+        mine = trial.run(lambda: call(size))
         outcomes: list[Outcome] = gather_object([mine])
-        if rehearsal.exception is not None:
-            raise rehearsal.exception
+        if trial.exception is not None:
+            raise trial.exception
         for rank, outcome in enumerate(outcomes):
             if outcome.error:
                 raise RuntimeError(
@@ -251,7 +251,7 @@ def divisors(samples: int, largest: int) -> list[int]:
 
 
 def refuse_strategies(accelerator: Any) -> None:
-    """Refuse what a try cannot rehearse on one rank alone."""
+    """Refuse what cannot be tried on one rank alone."""
     settings, runtime = accelerator.settings, accelerator.state._runtime
     for setting, given, reason in (
         ("DeepSpeed", settings.deepspeed is not None, "its engine fixes the batch size when it is made."),

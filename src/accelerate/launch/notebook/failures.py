@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+if TYPE_CHECKING:
+    from ..processes.verdict import Ending
 
 
 class WorkerFailedError(ChildFailedError, RuntimeError):
@@ -24,3 +29,10 @@ class WorkerFailedError(ChildFailedError, RuntimeError):
         seen = ProcessFailure(local_rank=rank, pid=-1, exitcode=1, error_file="")
         seen.message = text
         self.failures = {rank: seen}
+
+
+def reason_of_exit(ending: Ending) -> str:
+    """Say how a worker ended that has left no exception."""
+    if ending.signal_name is None:
+        return f"exit code {ending.exit_code} and no exception"
+    return ending.signal_name + (", as when memory runs out" if ending.signal_name == "SIGKILL" else "")

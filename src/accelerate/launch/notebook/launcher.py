@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from ..processes.signals import TERMINATION_SIGNALS, handlers_restored
 from .task import Task, attach_diagnosis, reset_signals, run_task, run_task_on_xla
 
 if TYPE_CHECKING:
-    from .failures import WorkerFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -331,11 +332,10 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         try:
             elastic_launch(config, run_task)(task)
         except ChildFailedError as error:
-            failure = task.failure({rank: seen.exitcode for rank, seen in error.failures.items()})
-            if failure is None:
-                raise _failure_without_record(error) from error
+            failure = task.failure(_exit_codes(error))
+            assert failure is not None  # there is an exit code
             failure.failures = error.failures
-            raise failure from None  # torch's own error names the first rank it saw end, often collateral
+            raise failure from None  # torch's own error names the rank that it looked at first, often collateral
         except SignalException as signalled:
             ended_by = signalled
     if ended_by is not None:
@@ -343,18 +343,15 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         raise ended_by
 
 
-def _failure_without_record(error: Any) -> WorkerFailedError:
-    from .failures import WorkerFailedError
-
-    rank, failure = error.get_first_failure()
-    if failure.exitcode >= 0:
-        reason = f"exit code {failure.exitcode} and no exception"
-    else:
-        killed = failure.signal_name() == "SIGKILL"
-        reason = failure.signal_name() + (", as when memory runs out" if killed else "")
-    unexplained = WorkerFailedError(rank, reason)
-    unexplained.failures = error.failures
-    return unexplained
+def _exit_codes(error: ChildFailedError) -> dict[int, int]:
+    """Return the exit codes of the ranks that failed: torch's error has only the one that it looked at first."""
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        with suppress(AttributeError, ValueError):  # not the frame of torch's launcher
+            agent: Any = frame.f_locals.get("agent")
+            for worker in agent._worker_group.workers:
+                codes[worker.global_rank] = agent._pcontext._pc.processes[worker.local_rank].exitcode
+    return {rank: code for rank, code in codes.items() if code not in (None, 0, -signal.SIGTERM)}  # which torch sends
 
 
 def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:

@@ -123,25 +123,25 @@ class Task:
     def failure(self, exit_codes: Mapping[int, int] | None = None) -> WorkerFailedError | None:
         """Return the failure that ended the last attempt: the others are its consequences.
 
-        `exit_codes` has the known exit codes by rank. A worker that was killed has written no failure; if it was the
-        first, None is returned.
+        `exit_codes` has the known exit codes by rank: a worker that was killed has written no failure. None is
+        returned where nothing is known.
         """
         left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
-        if not left:
-            return None
-        from ..processes.verdict import Ending, judge
-        from .failures import WorkerFailedError
-
-        last = max(failure["attempt"] for failure in left)
+        last = max((failure["attempt"] for failure in left), default=0)
         failures = {failure["rank"]: failure for failure in left if failure["attempt"] == last}
         codes = {**(exit_codes or {}), **dict.fromkeys(failures, 1)}
+        if not codes:
+            return None
+        from ..processes.verdict import Ending, judge
+        from .failures import WorkerFailedError, reason_of_exit
+
         endings = [
             Ending(rank=rank, local_rank=rank, exit_code=code, record=failures.get(rank, {}).get("record"))
             for rank, code in codes.items()
         ]
         first = judge(endings, out_of_memory=False).culprit
         if first.record is None:
-            return None
+            return WorkerFailedError(first.rank, reason_of_exit(first))
         return WorkerFailedError(
             first.rank, first.record["text"], failures[first.rank]["details"], diagnosis=first.diagnosis
         )

@@ -38,7 +38,7 @@ _FATAL_SIGNALS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class RankProcess:
     """What an actor knows of its process."""
 
     pid: int
@@ -68,11 +68,11 @@ class Rank:
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray puts it before each line of output
 
-    def home(self) -> Home:
+    def process(self) -> RankProcess:
         """Return what the launcher has to know of this process before the ranks begin."""
         import ray
 
-        return Home(
+        return RankProcess(
             pid=os.getpid(),
             free_port=get_free_port(),
             devices=tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))),

@@ -15,7 +15,7 @@ from ..processes.elastic.job import Outcome
 from ..processes.signals import handled_by
 from ..processes.verdict import Ending, Verdict, judge
 from .placement import Place, Request, draining_nodes, reserved
-from .rank import Answer, Home, Rank, read_ending, signal_processes
+from .rank import Answer, Rank, RankProcess, read_ending, signal_processes
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 SECONDS_FOR_COLLATERAL_TO_END = 8.0
@@ -75,7 +75,7 @@ class Ranks:
         self._work = work
         self._places = places
         self._attempt = attempt
-        self._homes: dict[int, Home] = {}
+        self._ranks: dict[int, RankProcess] = {}
         self._several_nodes = len({place.node_id for place in places}) > 1
         self._stopped: dict[int, Ending] = {}
         self._warned: set[str] = set()
@@ -84,8 +84,8 @@ class Ranks:
     def run(self, signals: list[int], say: Callable[[str], None]) -> RayOutcome:
         """Run all ranks. After the first failure the others get a moment to fail by themselves, and are ended."""
         outcome = RayOutcome(attempts=self._attempt + 1)
-        started = {actor.home.remote(): self._places[rank] for rank, actor in self._actors.items()}
-        lost, _ = self._watch(started, outcome, signals, say, self._homes.__setitem__)
+        started = {actor.process.remote(): self._places[rank] for rank, actor in self._actors.items()}
+        lost, _ = self._watch(started, outcome, signals, say, self._ranks.__setitem__)
         running: set[int] = set()
         if not lost and outcome.signal is None:
             method = {rank: getattr(actor, self._work.method) for rank, actor in self._actors.items()}
@@ -162,7 +162,7 @@ class Ranks:
 
     def _warn_of_draining(self, say: Callable[[str], None]) -> None:
         """Name the nodes that are to be taken away; no task starts there any more, so their ranks look themselves."""
-        if not self._homes:
+        if not self._ranks:
             return
         for node in draining_nodes() - self._warned:
             self._warned.add(node)
@@ -188,8 +188,8 @@ class Ranks:
 
         pids: dict[str, list[int]] = {}
         for place in places:
-            if place.rank in self._homes:
-                pids.setdefault(place.node_id, []).append(self._homes[place.rank].pid)
+            if place.rank in self._ranks:
+                pids.setdefault(place.node_id, []).append(self._ranks[place.rank].pid)
         sent = [_task_on(node, signal_processes).remote(there, number) for node, there in pids.items()]
         ray.wait(sent, num_returns=len(sent), timeout=SECONDS_FOR_COLLATERAL_TO_END) if sent else None
 
@@ -200,9 +200,9 @@ class Ranks:
         import ray
 
         read = {
-            rank: _task_on(self._places[rank].node_id, read_ending).remote(rank, self._homes[rank].error_file)
+            rank: _task_on(self._places[rank].node_id, read_ending).remote(rank, self._ranks[rank].error_file)
             for rank in ranks
-            if rank in self._homes
+            if rank in self._ranks
         }
         end = time.monotonic() + SECONDS_TO_READ_FILES
         found = {}
@@ -225,7 +225,7 @@ class Ranks:
             "LOCAL_WORLD_SIZE": place.local_world_size,
             "GROUP_RANK": place.node_rank,
             "GROUP_WORLD_SIZE": len({each.node_id for each in self._places}),
-            "MASTER_PORT": self._homes[0].free_port,
+            "MASTER_PORT": self._ranks[0].free_port,
             "TORCHELASTIC_RESTART_COUNT": self._attempt,
             "TORCHELASTIC_MAX_RESTARTS": self._work.max_restarts,
         }
@@ -234,7 +234,7 @@ class Ranks:
             device
             for each in self._places
             if each.node_id == place.node_id
-            for device in self._homes[each.rank].devices
+            for device in self._ranks[each.rank].devices
         ]
         # All ranks of a node see its devices, as under any launcher: local rank r takes device r. Ranks that share a
         # device keep what Ray gave them.

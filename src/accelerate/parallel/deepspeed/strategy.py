@@ -25,7 +25,8 @@ from ...config.enums import DistributedType
 from ...config.environment import export, read
 from ...config.packages import compare_versions, has_package
 from ...config.plugins.deepspeed import GATHER_ON_SAVE, DeepSpeedPlugin
-from ...errors import UnsupportedSettingError
+from ...errors import RuntimeConflictError, UnsupportedSettingError
+from ...runtime.collectives.operations import gather_object
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
 from ..base import Bundle, Capabilities, EngineState, Strategy, params_of
@@ -154,6 +155,8 @@ class DeepSpeedEngines(Strategy):
             config.setdefault("zero_allow_untested_optimizer", True)
         if claims.filled and self.runtime.is_main_process:
             print(f'"auto" in {plugin.source}:\n{claims.explain()}', file=sys.stderr, flush=True)
+        if config.get("zero_optimization", {}).get("stage") in (1, 2):
+            self._require_one_order_of_gradients()
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=handed,
@@ -163,6 +166,20 @@ class DeepSpeedEngines(Strategy):
         )
         self._all_engines.add(engine)
         return engine
+
+    def _require_one_order_of_gradients(self) -> None:
+        """Refuse ranks on which gradients arrive in different orders: ZeRO-1 and ZeRO-2 sum them in that order.
+
+        DeepSpeed replaces `torch.nn.functional.linear` for good where ZeRO-3 has run, which changes the order.
+        """
+        replaced = gather_object([nn.functional.linear is not torch._C._nn.linear])
+        if len(set(replaced)) > 1:
+            ranks = [rank for rank, here in enumerate(replaced) if here]
+            raise RuntimeConflictError(
+                f"Rank {self.runtime.process_index}: torch.nn.functional.linear is replaced on ranks {ranks} only, "
+                f"where ZeRO-3 has run in this process before. ZeRO-{self.plugin.zero_stage} would sum gradients of "
+                "different parameters. Start new processes for this training, or let all ranks run ZeRO-3 before."
+            )
 
     def _fit_for_offload(self, optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
         """Use the given optimizer for offloaded states, unless the config asks for DeepSpeed's own."""

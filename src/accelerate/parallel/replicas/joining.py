@@ -82,7 +82,7 @@ class Joining:
         recovery, number = self.recovery, self.member.events.newest()
         while True:
             number = self.member.ask_to_join(number)
-            agreement = recovery.meet(JOINING)
+            agreement = recovery.form_group(JOINING)
             try:
                 with recovery.strategy.as_one():
                     exchanges, steps, content = self._receive(agreement, number)

@@ -233,7 +233,7 @@ class Recovery:
         """Form the group of the present members, after a failed collective if there was one."""
         began = now()
         while True:
-            agreement = self.meet(self.exchanges, error)
+            agreement = self.form_group(self.exchanges, error)
             try:
                 found = self._catch_up(agreement)
             except RuntimeError as another:
@@ -244,7 +244,7 @@ class Recovery:
                 self._report(agreement, began)
                 return found
 
-    def meet(self, exchanges: int, error: RuntimeError | None = None) -> Agreement:
+    def form_group(self, exchanges: int, error: RuntimeError | None = None) -> Agreement:
         """Leave the group, and form another one with all present members."""
         if error is not None:
             logger.debug("Rank %d leaves a collective: %s", self.member.rank, error)

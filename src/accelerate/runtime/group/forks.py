@@ -1,45 +1,65 @@
-"""Keep forked children from collecting the objects that they inherit."""
+"""Keep forked children from freeing the objects that they inherit."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import os
+from typing import Any
+from weakref import WeakValueDictionary
 
 # [Note: garbage of the parent]
 # A forked child inherits garbage that its parent has not collected yet, such as the process group of an earlier
 # training or the store of an earlier launch. Their destructors wait for a thread that does not exist after the fork: a
 # child that collected them would hang or crash. That could happen at once, in the at-fork hooks of other libraries; so
 # the collector is disabled from before the fork until the child has frozen what it inherited.
+#
+# Reference counts free objects too. Python drops the states of all other threads in the child, before any at-fork hook
+# runs there, and DTensor's caches are local to a thread: one that autograd keeps for a device may have the last
+# reference to a mesh that was closed. Meshes are therefore referenced before the fork, and never released by the child.
+
+_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def hold_in_children(mesh: Any) -> None:
+    """Keep children that are forked later from freeing this mesh, and its process groups."""
+    _meshes[id(mesh)] = mesh
 
 
 @functools.cache
 def freeze_inherited_objects() -> None:
-    """Keep children that are forked later from collecting what they inherit. See [Note: garbage of the parent]."""
+    """Keep children that are forked later from freeing what they inherit. See [Note: garbage of the parent]."""
     if hasattr(os, "register_at_fork"):
         pause = _CollectorPause()
         os.register_at_fork(before=pause.begin, after_in_parent=pause.end, after_in_child=pause.end_in_child)
 
 
 class _CollectorPause:
-    """Disable the garbage collector while any thread forks."""
+    """Disable the garbage collector, and hold meshes, while any thread forks."""
 
     def __init__(self) -> None:
         self._forks = 0
         self._was_enabled = True
+        self._held: list[Any] = []
 
     def begin(self) -> None:
         self._forks += 1
+        self._held += _meshes.values()
         if self._forks == 1:
             self._was_enabled = gc.isenabled()
             gc.disable()
 
     def end(self) -> None:
         self._forks -= 1
-        if self._forks == 0 and self._was_enabled:
-            gc.enable()
+        if self._forks == 0:
+            self._held.clear()
+            self._resume()
 
     def end_in_child(self) -> None:
-        self._forks = 1  # other threads and their forks exist in the parent only
+        self._forks = 0  # other threads and their forks exist in the parent only
         gc.freeze()
-        self.end()
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._was_enabled:
+            gc.enable()

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...config.meshes import axis_with_view, build_mesh, world_group_options
 from ...config.plugins.parallelism import AXES, EXPERT_AXES, VIEWS, ParallelismConfig
+from .forks import hold_in_children
 from .runtime import Runtime
 
 
@@ -20,6 +21,9 @@ class Mesh:
         self.device_mesh = device_mesh
         self._experts = experts
         self._axes = device_mesh.mesh_dim_names or ()
+        hold_in_children(device_mesh)
+        if experts is not None:
+            hold_in_children(experts)
         # torch caches a flattened view in the mesh.
         with world_group_options():
             self._views = {view: self._flattened(view, members) for view, members in VIEWS.items()}

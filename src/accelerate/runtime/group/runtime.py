@@ -28,7 +28,7 @@ from .. import phases
 from ..devices import device as devices
 from ..devices import xla
 from ..devices.affinity import set_numa_affinity
-from ..membership.member import Agreement, Member, MembershipChanged, SignsOfLife
+from ..membership.member import Agreement, HeartbeatMonitor, Member, MembershipChanged
 from ..phases import WAITING, during
 from ..process import ProcessInfo
 from .forks import freeze_inherited_objects
@@ -409,15 +409,15 @@ class Runtime:
         come and go, it raises `MembershipChanged` if the process was lost before.
         """
         member = self.member
-        signs = None if member is None else SignsOfLife(member, member.members)
+        heartbeats = None if member is None else HeartbeatMonitor(member, member.members)
         for pause in self._pauses():
             is_lost = member is not None and member.has_lost(member.members[process])
             if store.check([key]):
                 break
             if is_lost:
                 raise MembershipChanged(f"Rank {process} was lost, and this one waited for it.")
-            if signs is not None:
-                signs.look()
+            if heartbeats is not None:
+                heartbeats.look()
             time.sleep(pause)
         return str(store.get(key).decode())
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from ...config.environment import INCARNATION, MEMBERSHIP_STORE, read
 from . import statuses
 from .events import SUPERSEDED, Events, connect, whole_replicas
-from .signs import (
+from .heartbeat import (
     REQUESTS_PER_SECOND_OF_WAITERS,
-    SECONDS_BETWEEN_SIGNS,
-    SECONDS_WITHOUT_SIGN,
-    Signs,
-    looked_after,
+    SECONDS_BETWEEN_HEARTBEATS,
+    SECONDS_WITHOUT_HEARTBEAT,
+    Heartbeats,
     pause,
+    watched_members,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ SECONDS_TO_HEAR_OF_A_LOSS = 5.0
 """How long a member with a failed collective waits to hear who was lost, before it reports the group itself."""
 SECONDS_TO_BE_KILLED = 30.0
 """How long a member that was expelled waits for its launcher to end it."""
-_SIGNS = "sign"  # the counters of members in the store
+_HEARTBEATS = "heartbeat"  # the counters of members in the store
 _FOREVER = timedelta(days=30).total_seconds()
 _wait_inside_torch = dist.Work.wait
 
@@ -95,7 +95,7 @@ class Member:
         self.store = self.connect()
         """The launcher's store, under the keys of membership."""
         self.events = Events(self.store, replicas)
-        self._news = threading.Lock()
+        self._events_lock = threading.Lock()
         self._heard = 0  # the number of the newest event that this process has taken note of
         self._asked_for_requests = 0.0
         self._newest_loss = 0  # the number of the newest event that ends a process group
@@ -153,19 +153,19 @@ class Member:
         """Follow the events. It polls: a thread that waits inside the store would abort the interpreter at its end."""
         try:
             events = Events(self.connect(), self.replicas)
-            signs, given = Signs(events.store, _SIGNS, ()), now()
+            heartbeats, sent = Heartbeats(events.store, _HEARTBEATS, ()), now()
             while not self._is_closed.wait(pause(SECONDS_BETWEEN_LOOKS, self.replicas)):
-                if now() - given >= SECONDS_BETWEEN_SIGNS:
-                    given = now()
-                    signs.give(self.rank)
-                self._read_news(events)
+                if now() - sent >= SECONDS_BETWEEN_HEARTBEATS:
+                    sent = now()
+                    heartbeats.send(self.rank)
+                self._read_events(events)
         except RuntimeError:  # the launcher is gone
             return
 
-    def _read_news(self, events: Events) -> None:
+    def _read_events(self, events: Events) -> None:
         """Take note of new events; `events` is that of the calling thread."""
         newest = events.newest()
-        with self._news:
+        with self._events_lock:
             for number in range(self._heard + 1, newest + 1):
                 event, before = events.read(number), events.members(number - 1)
                 if event.kind == "broken" or set(event.ranks) & set(before):
@@ -189,13 +189,13 @@ class Member:
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; raise its error, or `MembershipChanged` if a member was lost meanwhile."""
-        signs: SignsOfLife | None = None
+        heartbeats: HeartbeatMonitor | None = None
         self.waiting_since = now()
         try:
             while not self._has_completed(work):
                 self.require_all()
-                signs = signs or SignsOfLife(self, self.members)
-                signs.look()
+                heartbeats = heartbeats or HeartbeatMonitor(self, self.members)
+                heartbeats.look()
         finally:
             self.waiting_since = None
 
@@ -247,7 +247,7 @@ class Member:
         """Look for a loss, and not only when the thread does, which is seldom in a large run."""
         until = now() + seconds
         while not self.has_lost_one and now() < until:
-            self._read_news(self.events)
+            self._read_events(self.events)
             time.sleep(pause(SECONDS_BETWEEN_POLLS, self.replicas, REQUESTS_PER_SECOND_OF_WAITERS))
         return self.has_lost_one
 
@@ -268,12 +268,12 @@ class Member:
         while True:
             epoch = self.events.newest()
             members = self.events.members(epoch)
-            found = self._meet(epoch, members, status)
+            found = self._agree_at(epoch, members, status)
             if found is not None:
                 previous, self.epoch, self.members = self.epoch, epoch, members
                 return Agreement(epoch=epoch, previous=previous, members=members, statuses=found)
 
-    def _meet(self, epoch: int, members: tuple[int, ...], status: Any) -> Mapping[int, Any] | None:
+    def _agree_at(self, epoch: int, members: tuple[int, ...], status: Any) -> Mapping[int, Any] | None:
         if self.rank not in members:
             raise SystemExit(f"Rank {self.rank} was taken for lost and replaced: this process leaves the run.")
         store, place = self.store, f"go/{epoch}"
@@ -298,11 +298,11 @@ class Member:
 
     def _poll(self, is_reached: Callable[[], bool], members: Sequence[int]) -> None:
         """Wait for something in the store that other members bring about, unless they fall silent."""
-        signs = SignsOfLife(self, members)
+        heartbeats = HeartbeatMonitor(self, members)
         self.waiting_since = now()
         try:
             while not is_reached():
-                signs.look()
+                heartbeats.look()
                 time.sleep(pause(SECONDS_BETWEEN_POLLS, self.replicas, REQUESTS_PER_SECOND_OF_WAITERS))
         finally:
             self.waiting_since = None
@@ -348,7 +348,7 @@ class Member:
         return [rank for rank in absent if valid.issuperset(self.whole_replicas([rank]))]
 
     def admit(self, ranks: Sequence[int]) -> None:
-        """Publish that replacements have joined, unless there is other news; the caller looks again later.
+        """Publish that replacements have joined, unless another event came first; the caller looks again later.
 
         Each request is answered once: a replacement that is lost again without its launcher must not be let in again.
         """
@@ -371,14 +371,14 @@ class Member:
         self.store.set("folder", folder)
 
 
-class SignsOfLife:
+class HeartbeatMonitor:
     """What a member that waits has seen of the others; see [Note: silent members]."""
 
     def __init__(self, member: Member, others: Sequence[int]) -> None:
         self._member = member
-        watched = looked_after(member.rank, others)
-        self._signs = Signs(member.store, _SIGNS, watched)
-        self._pause = pause(SECONDS_BETWEEN_SIGNS, len(others) * len(watched), REQUESTS_PER_SECOND_OF_WAITERS)
+        watched = watched_members(member.rank, others)
+        self._heartbeats = Heartbeats(member.store, _HEARTBEATS, watched)
+        self._pause = pause(SECONDS_BETWEEN_HEARTBEATS, len(others) * len(watched), REQUESTS_PER_SECOND_OF_WAITERS)
         self._looked = now()
 
     def look(self) -> None:
@@ -386,12 +386,12 @@ class SignsOfLife:
         if now() - self._looked < self._pause:
             return
         self._looked = now()
-        member, silent = self._member, self._signs.silent()
+        member, silent = self._member, self._heartbeats.silent()
         if not silent or member.rank in silent:
             return
         present = member.events.members(member.events.newest())  # another member may have seen it before
         if silent := [rank for rank in silent if rank in present]:
-            reason = f"no sign of life for {SECONDS_WITHOUT_SIGN:.0f} s"
+            reason = f"no heartbeat for {SECONDS_WITHOUT_HEARTBEAT:.0f} s"
             member.events.publish_next(member.events.newest() + 1, "left", member.whole_replicas(silent), reason)
 
 

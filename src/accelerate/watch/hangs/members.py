@@ -1,6 +1,6 @@
 """Watch the members of a run under `accelerate launch --survive`: who keeps the others waiting, who is slow.
 
-[Note: members that hang] A member that is stuck in its own code gives signs of life, and its process does not end. The
+[Note: members that hang] A member that is stuck in its own code sends heartbeats, and its process does not end. The
 others wait for it in the reduction of a step. One that has waited for long asks, by a number in the launcher's store;
 the thread of every member looks for that number, and answers where its training thread is. Who waits keeps nobody
 waiting: the others are named. The run goes on waiting, because a member may also save, validate or be debugged; on
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from ...runtime import phases
 from ...runtime.devices import device as devices
 from ...runtime.membership.events import Events, write_note
+from ...runtime.membership.heartbeat import pause
 from ...runtime.membership.member import Member, now
-from ...runtime.membership.signs import pause
 from ..place import COLLECTIVE, DEBUGGER, place_of
 from ..reports import format_ranks
 from ..stragglers.device_clock import clock_for

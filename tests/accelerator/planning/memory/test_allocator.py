@@ -132,7 +132,7 @@ requests = st.lists(
 
 @pytest.mark.parametrize("expandable", [False, True])
 @given(requests)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_laws_of_any_sequence(expandable: bool, wanted: list[tuple[int, str, int]]) -> None:
     allocator = Allocator(expandable)
     live: list[tuple[Block, int, str]] = []

@@ -92,7 +92,7 @@ def test_a_page_lists_who_left_and_who_joined_with_the_step_of_that_time(tmp_pat
     assert [(change["step"], change["text"], change["seconds"]) for change in replicas["changes"]] == [
         (4, "rank 2 was killed by SIGKILL", 0.21),
         (12, "rank 2 joined after 8.0 s", 0.18),
-        (15, "rank 1 left: no sign of life for 15 s", None),
+        (15, "rank 1 left: no heartbeat for 15 s", None),
     ]
 
 

@@ -15,7 +15,7 @@ def test_costs_and_absences_belong_to_their_changes(tmp_path: Path) -> None:
     assert [(change.text, change.seconds, change.replicas) for change in found.changes] == [
         ("rank 2 was killed by SIGKILL", 0.21, 3),
         ("rank 2 joined after 8.0 s", 0.18, 4),
-        ("rank 1 left: no sign of life for 15 s", None, 3),
+        ("rank 1 left: no heartbeat for 15 s", None, 3),
     ]
     assert found.total == "2 replacements, 0.4 s lost of 2.4 min"
     assert found.present == "3 of 4 replicas"

@@ -35,17 +35,17 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext, to_
 from ....config.environment import INCARNATION, MEMBERSHIP_STORE, patch_environment
 from ....errors import REQUEUE_EXIT_CODE, LaunchError
 from ....runtime.membership.events import RETRACTED
-from ....runtime.membership.signs import pause
+from ....runtime.membership.heartbeat import pause
 from ...console import notify
 from ..guard import Guard
 from ..verdict import Ending, describe, kind_of_failure
 from . import sentences
 from .agent import SECONDS_FOR_COLLATERAL_TO_END, Agent
+from .heartbeat import LauncherHeartbeat
 from .job import Job
 from .membership import Membership, Totals
 from .record import Record
 from .replacement import Replacement, Replica, Streams, end_group, end_process, wait_for_end
-from .signs_of_life import SignsOfLife
 
 MOST_FAILURES = 3
 SECONDS_BETWEEN_CHECKS = 0.1
@@ -62,7 +62,7 @@ class SurvivingAgent(Agent):
         self._membership: Membership | None = None
         self._replacements: dict[int, Replacement] = {}
         self._exceptions: Counter[tuple[object, ...]] = Counter()
-        self._signs: SignsOfLife | None = None
+        self._heartbeat: LauncherHeartbeat | None = None
         """With several machines."""
         self._totals = Totals()
         """Of earlier attempts."""
@@ -109,7 +109,7 @@ class SurvivingAgent(Agent):
         )
         self._record = Record(self.membership, self._totals, self._started_at) if found.group_rank == 0 else None
         if found.group_world_size > 1:
-            self._signs = SignsOfLife(
+            self._heartbeat = LauncherHeartbeat(
                 self.membership.address,
                 machine=found.group_rank,
                 machines=found.group_world_size,
@@ -118,7 +118,7 @@ class SurvivingAgent(Agent):
             )
 
     def _on_lost_machine(self, machine: int) -> None:
-        notify(f"machine {machine} gives no sign of life; the others continue without it.")
+        notify(f"no heartbeat from machine {machine}; the others continue without it.")
         if self.exchange is not None:
             self.exchange.mark_done()  # in its place: nobody waits for it at the end
 
@@ -137,7 +137,7 @@ class SurvivingAgent(Agent):
         return {MEMBERSHIP_STORE: self.membership.address, INCARNATION: str(incarnation)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._signs is not None and self._signs.is_given_up:
+        if self._heartbeat is not None and self._heartbeat.is_given_up:
             self._leave_the_others()
         seconds = pause(SECONDS_BETWEEN_CHECKS, worker_group.group_world_size or 1)
         wait_for_end([self._processes()[local_rank].pid for local_rank in self._running()], seconds)
@@ -154,7 +154,7 @@ class SurvivingAgent(Agent):
         here = {replica.rank for replica in self.replicas.values()}
         if again := here & set(self.membership.members()):  # they have joined in the meantime
             self.membership.remove(again, "its machine was given up")
-        raise LaunchError("The other machines went on without this one, because it gave no sign of life for a while.")
+        raise LaunchError("The other machines went on without this one, because it sent no heartbeat for a while.")
 
     def _watch(self, worker_group: WorkerGroup, codes: Mapping[int, int | None]) -> RunResult | None:
         """Replace the processes that ended; return None if the run has to end with these exit codes."""
@@ -171,8 +171,8 @@ class SurvivingAgent(Agent):
             returned: dict[int, Any] = {replica.rank: None for replica in self.replicas.values()}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
         failed = {local_rank: code for local_rank, code in codes.items() if code not in (None, 0)}
-        # Asked here, because the thread that gives signs may still wait for the network.
-        if failed and self._signs is not None and self.membership.is_given_up(self.outcome.machine_rank):
+        # Asked here, because the thread that sends heartbeats may still wait for the network.
+        if failed and self._heartbeat is not None and self.membership.is_given_up(self.outcome.machine_rank):
             self._leave_the_others()
         if failed and not self._replace(worker_group, failed):
             return None
@@ -322,7 +322,7 @@ class SurvivingAgent(Agent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
-        if self._signs is not None:
-            self._signs.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         while self._replacements:
             self._replacements.popitem()[1].release()

@@ -97,8 +97,8 @@ def _is_tiled(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     return sum(_size(box) for box in {_key(box): box for box in boxes}.values()) == math.prod(shape)
 
 
-class Crew:
-    """Processes that hold parts of the same parameters, and step each other's whole."""
+class ShardGroup:
+    """Ranks that hold shards of the same parameters, and step whole ones for each other."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks = sorted(ranks_of(mesh))

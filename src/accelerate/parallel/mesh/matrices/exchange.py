@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...modules.dtensors import local
-from .division import Box, Crew, Division, shape_of
+from .division import Box, Division, ShardGroup, shape_of
 
 ROUND_BYTES = 2**28
 """The parameters that a process steps in one round."""
@@ -59,15 +59,15 @@ class Full:
 class Round:
     """What is exchanged at once; see [Note: rounds]."""
 
-    def __init__(self, crew: Crew, tasks: Sequence[Task]) -> None:
-        self.crew = crew
+    def __init__(self, shard_group: ShardGroup, tasks: Sequence[Task]) -> None:
+        self.shard_group = shard_group
         self.rank = dist.get_rank()
         self.tasks = tasks
         self.owned = [index for index, task in enumerate(tasks) if task.owner == self.rank]
-        to_owner: _Routes = {rank: [] for rank in crew.ranks}
-        from_sources: _Routes = {rank: [] for rank in crew.ranks}
-        from_owner: _Routes = {rank: [] for rank in crew.ranks}
-        to_holders: _Routes = {rank: [] for rank in crew.ranks}
+        to_owner: _Routes = {rank: [] for rank in shard_group.ranks}
+        from_sources: _Routes = {rank: [] for rank in shard_group.ranks}
+        from_owner: _Routes = {rank: [] for rank in shard_group.ranks}
+        to_holders: _Routes = {rank: [] for rank in shard_group.ranks}
         for index, task in enumerate(tasks):
             sources, holders = task.division.sources(task.owner), task.division.holders()
             if self.rank in sources:
@@ -75,7 +75,7 @@ class Round:
             if self.rank in holders:
                 from_owner[task.owner].append((index, holders[self.rank]))
             if task.owner == self.rank:
-                for rank in crew.ranks:
+                for rank in shard_group.ranks:
                     from_sources[rank] += [(index, sources[rank])] if rank in sources else []
                     to_holders[rank] += [(index, holders[rank])] if rank in holders else []
         self._gathering = _Message(to_owner, tasks, copies=2), _Message(from_sources, tasks, copies=2)
@@ -110,7 +110,7 @@ class Round:
         sent, received = outgoing.buffer(device), incoming.buffer(device)
         _copy(outgoing.views(sent), parts)
         work: Any = dist.all_to_all_single(
-            received, sent, incoming.sizes, outgoing.sizes, group=self.crew.group, async_op=True
+            received, sent, incoming.sizes, outgoing.sizes, group=self.shard_group.group, async_op=True
         )
 
         def wait(kept: Tensor = sent) -> list[Tensor]:
@@ -149,14 +149,14 @@ class _Message:
         return [buffer[start : start + length].view(dtype).view(shape) for start, length, dtype, shape in self._slots]
 
 
-def rounds_of(crew: Crew, tasks: Sequence[Task]) -> list[Round]:
+def rounds_of(shard_group: ShardGroup, tasks: Sequence[Task]) -> list[Round]:
     """Divide parameters into rounds."""
-    sizes = dict.fromkeys(crew.ranks, 0)
+    sizes = dict.fromkeys(shard_group.ranks, 0)
     rounds: dict[int, list[Task]] = {}
     for task in tasks:
         rounds.setdefault(sizes[task.owner] // ROUND_BYTES, []).append(task)
         sizes[task.owner] += task.param.numel() * task.param.element_size()
-    return [Round(crew, rounds[number]) for number in sorted(rounds)]
+    return [Round(shard_group, rounds[number]) for number in sorted(rounds)]
 
 
 def _parameter(gradient: Tensor, value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ....errors import UnsupportedSettingError
 from ...base import FULL_STEPS, full_steps_of, params_of
 from ...modules.dtensors import mesh_of, whole
 from ...modules.memory.stepping import early_steps_of, part_of
-from .division import Crew, Division, cost_of, ranks_of
+from .division import Division, ShardGroup, cost_of, ranks_of
 from .exchange import Full, Task, rounds_of
 
 _REQUEST = "_accelerate_steps_full_tensors"
@@ -93,7 +93,7 @@ class FullSteps:
         self._only = only
         self._owners: Any = WeakIdKeyDictionary()
         self._divisions: Any = WeakIdKeyDictionary()
-        self._crews: dict[tuple[int, ...], Crew] = {}
+        self._shard_groups: dict[tuple[int, ...], ShardGroup] = {}
         self._plan: tuple[list[int], list[list[Any]]] = ([], [])
         self._groups: list[list[Tensor]] | None = None
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -151,11 +151,11 @@ class FullSteps:
             if self.takes(param) and param not in self._owners:
                 mesh = mesh_of(param)
                 ranks = tuple(sorted(ranks_of(mesh)))
-                self._crews.setdefault(ranks, Crew(mesh))
+                self._shard_groups.setdefault(ranks, ShardGroup(mesh))
                 self._owners[param] = -1  # a parameter may be in a list twice
                 costs[ranks].append((cost_of(param), param))
         for ranks, found in costs.items():
-            for param, owner in self._crews[ranks].assign(found):
+            for param, owner in self._shard_groups[ranks].assign(found):
                 self._owners[param] = owner
 
     def keep_own_state(self, optimizer: Optimizer) -> None:
@@ -224,7 +224,7 @@ class FullSteps:
                     self._divisions[param] = Division.of(param)
                 division = self._divisions[param]
                 tasks[tuple(sorted(division.boxes))].append(Task(param, division, self._owners[param]))
-            self._plan = numbers, [rounds_of(self._crews[ranks], found) for ranks, found in tasks.items()]
+            self._plan = numbers, [rounds_of(self._shard_groups[ranks], found) for ranks, found in tasks.items()]
         return self._plan[1]
 
     def _run(self, optimizer: Optimizer, rounds: Sequence[Any]) -> None:

@@ -28,23 +28,23 @@ MICRO_BATCHES = 2
 _MOST_BATCHES = 64
 """Of a function that closes no window, because it does not call `backward`, or because fp16 overflows."""
 _WITHOUT_EFFECT = ("init_trackers", "log", "save_state", "save_model", "save", "end_training")
-"""What an Accelerator does not do in a rehearsal."""
+"""What an Accelerator does not do in a trial."""
 
-# [Note: rehearsals]
-# A try is a rehearsal: the function runs until two accumulation windows are closed, with collectives that meet nobody
+# [Note: trials]
+# In a trial the function runs until two accumulation windows are closed, with collectives that involve no other rank
 # (see [Note: muted collectives]). Then a private exception ends it, everything is put back, and the ranks exchange how
 # it went. So a rank that runs out of memory leaves no other one waiting, in whatever collective or backward pass the
-# others are, and a try leaves no trace in the training that follows. Nothing is logged or saved by it. A rehearsal has
+# others are, and a trial leaves no trace in the training that follows. Nothing is logged or saved by it. A trial has
 # other values than the training (nobody else's gradients and shards), and the same shapes.
 
 
-class _Rehearsed(BaseException):
-    """End a function that has been rehearsed. No handler of the script for `Exception` stops it."""
+class _TrialEnded(BaseException):
+    """End the function of a trial. No handler of the script for `Exception` stops it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the rehearsal of a batch size went on one rank."""
+    """How the trial of a batch size went on one rank."""
 
     fits: bool
     reason: str = ""
@@ -57,8 +57,8 @@ class Outcome:
     """What was prepared; see `facts_of_models`."""
 
 
-class Rehearsal:
-    """One try of a batch size on this rank. See [Note: rehearsals]."""
+class Trial:
+    """One batch size, tried on this rank. See [Note: trials]."""
 
     def __init__(self, accelerator: Any, kept: Kept, samples: int, accumulation_steps: int) -> None:
         self.accelerator = accelerator
@@ -81,7 +81,7 @@ class Rehearsal:
         with self._watching(), collectives_muted(self._groups_apart()):
             try:
                 function()
-            except _Rehearsed as ended:
+            except _TrialEnded as ended:
                 free_frames(ended)
             except Exception as error:
                 if should_reduce_batch_size(error):
@@ -180,7 +180,7 @@ class Rehearsal:
             self._windows += 1
             self._has_gradients = False
         if self._windows == WINDOWS or self._batches == _MOST_BATCHES:
-            raise _Rehearsed
+            raise _TrialEnded
 
     def _check_loader(self, loader: Any) -> None:
         """Refuse to train on a loader whose batches are not of the size that is tried."""

@@ -1,4 +1,4 @@
-"""What many processes ask of one store stays bounded, and everybody is looked after by others."""
+"""What many processes ask of one store stays bounded, and everybody is watched by others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from accelerate.runtime.membership.signs import looked_after, pause
+from accelerate.runtime.membership.heartbeat import pause, watched_members
 
 
 @pytest.mark.parametrize(("processes", "seconds"), [(4, 0.1), (200, 0.1), (1_250, 0.625), (10_000, 5.0)])
@@ -16,17 +16,17 @@ def test_more_processes_ask_less_often(processes: int, seconds: float) -> None:
 
 
 def test_few_members_look_after_all() -> None:
-    assert looked_after(3, (1, 3, 4, 7)) == [1, 3, 4, 7]
+    assert watched_members(3, (1, 3, 4, 7)) == [1, 3, 4, 7]
 
 
 @pytest.mark.parametrize("number", [65, 100, 1_250])
-def test_many_members_look_after_few_and_each_is_looked_after_by_some_of_other_machines(number: int) -> None:
+def test_many_members_watch_few_and_each_is_watched_by_some_of_other_machines(number: int) -> None:
     members = tuple(rank for rank in range(number + 3) if rank not in (2, 9, number))
-    watched = {own: looked_after(own, members) for own in members}
+    watched = {own: watched_members(own, members) for own in members}
     watchers = Counter(rank for others in watched.values() for rank in others)
     assert all(own in others for own, others in watched.items())
     assert set(watchers) == set(members)
     assert max(map(len, watched.values())) <= 8
     for rank in members:
         elsewhere = [own for own, others in watched.items() if rank in others and own // 8 != rank // 8]
-        assert elsewhere, f"only its own machine looks after rank {rank}"
+        assert elsewhere, f"only its own machine watches rank {rank}"

@@ -1,4 +1,4 @@
-"""Signs of life: every process counts up in the store, and those that wait for it see when it stops.
+"""Heartbeats: every process counts up in the store, and those that wait for it see when it stops.
 
 [Note: one store for all] All processes of a run ask one store, which answers some ten thousand requests per second.
 What each of them asks again and again is therefore asked less often the more they are, and what a process reads at a
@@ -12,15 +12,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-SECONDS_BETWEEN_SIGNS = 1.0
-SECONDS_WITHOUT_SIGN = 15.0
-"""After how long without a sign of life a process or a machine is taken for lost by those that wait for it."""
+SECONDS_BETWEEN_HEARTBEATS = 1.0
+SECONDS_WITHOUT_HEARTBEAT = 15.0
+"""After how long without a heartbeat a process or a machine is taken for lost by those that wait for it."""
 
 REQUESTS_PER_SECOND = 2_000
 """How often the processes of a run ask for the same thing in health, all together."""
 REQUESTS_PER_SECOND_OF_WAITERS = 10_000
 """The same while training stands still."""
-_LOOK_AFTER_ALL = 64
+_WATCH_ALL = 64
 
 
 def pause(least: float, requests: int, per_second: int = REQUESTS_PER_SECOND) -> float:
@@ -28,20 +28,20 @@ def pause(least: float, requests: int, per_second: int = REQUESTS_PER_SECOND) ->
     return max(least, requests / per_second)
 
 
-def looked_after(own: int, members: Sequence[int]) -> list[int]:
-    """Return whom one of the members looks after: all if they are few, else those 1, 4, 16, ... places further.
+def watched_members(own: int, members: Sequence[int]) -> list[int]:
+    """Return the members that one of them watches: all if they are few, else those 1, 4, 16, ... places further.
 
-    Everybody is so looked after by some that are not on the same machine. With itself: a process that cannot give signs
-    must not accuse others.
+    Each is so watched by some on other machines. With itself: a process that cannot send heartbeats must not accuse
+    others.
     """
-    if len(members) <= _LOOK_AFTER_ALL:
+    if len(members) <= _WATCH_ALL:
         return list(members)
     place = bisect_left(members, own)
     distances = [0, *(4**power for power in range(len(members).bit_length()) if 4**power < len(members))]
     return sorted({members[(place + distance) % len(members)] for distance in distances})
 
 
-class Signs:
+class Heartbeats:
     """The counters of others, as this process has seen them."""
 
     def __init__(self, store: Any, name: str, others: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ class Signs:
         # Number -> its count, and when that was new.
         self._seen = {other: (0, time.monotonic()) for other in others}
 
-    def give(self, own: int) -> None:
+    def send(self, own: int) -> None:
         """Count up."""
         self._store.add(f"{self._name}/{own}", 1)
 
@@ -60,7 +60,9 @@ class Signs:
             count = self._store.add(f"{self._name}/{other}", 0)
             if count != before:
                 self._seen[other] = count, time.monotonic()
-        return [other for other, (_, since) in self._seen.items() if time.monotonic() - since > SECONDS_WITHOUT_SIGN]
+        return [
+            other for other, (_, since) in self._seen.items() if time.monotonic() - since > SECONDS_WITHOUT_HEARTBEAT
+        ]
 
     def forget(self, other: int) -> None:
         """Look no more at a counter."""
