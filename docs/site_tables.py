@@ -26,7 +26,7 @@ from accelerate.runtime import phases  # noqa: E402
 from accelerate.watch.hangs.verdict import Absence, judge  # noqa: E402
 from accelerate.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402
 from accelerate.watch.reports import Report  # noqa: E402
-from accelerate.watch.stragglers.judging import Finding  # noqa: E402
+from accelerate.watch.stragglers.detection import Finding  # noqa: E402
 
 _PART = re.compile(
     r"(?P<begin><!-- made: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL

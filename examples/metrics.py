@@ -2,7 +2,7 @@
 
     accelerate launch --cpu --num_processes 2 examples/metrics.py
 
-359 digits cannot be dealt out evenly, so a few are handed out twice to keep the processes in step. `gather` returns
+359 digits cannot be divided evenly, so a few are handed out twice to keep the processes in step. `gather` returns
 them all; `gather_for_metrics` drops the repeated ones, and keeps the order of the data. So the confusion matrix and
 the F1 score of 0.97, by scikit-learn, are those of exactly 359 digits.
 """

@@ -58,7 +58,7 @@ LONGEST_FIRST = [
         "watch/hangs/test_late_faults.py",
         "parallel/deepspeed/test_trainer.py",
         "docs/test_site.py",
-        "watch/stragglers/test_judging.py",
+        "watch/stragglers/test_detection.py",
         "xla/test_training.py",
         "xla/test_launch.py",
     )

@@ -55,7 +55,7 @@ def test_it_logs_before_any_state_exists_and_makes_none() -> None:
 
 def test_before_any_state_exists_the_launcher_says_who_is_main(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, recorder = recorded("launched")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")  # on several hosts, and no word of where they meet
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")  # on several hosts, and no address to connect to
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     for rank in ("0", "3"):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)

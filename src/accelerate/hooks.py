@@ -1,4 +1,4 @@
-"""Published path of the hooks around a module's forward pass; they live in `accelerate.inference.hooks`."""
+"""Published path of the hooks around a module's forward pass; they live in `accelerate.inference.offload.hooks`."""
 
 from .inference.offload.hooks import (
     AlignDevicesHook,

@@ -13,4 +13,4 @@ def test_the_members_that_are_left_agree_and_what_they_ask_is_counted() -> None:
     assert 0 < found.median <= found.last < 30
     assert found.requests["set"] == 5, "one status each"
     assert found.requests["multi_get"] == 1, "one member reads them"
-    assert found.requests_in_health > 6  # each looks ten times per second, and gives one sign
+    assert found.requests_in_health > 6  # each looks ten times per second, and sends one heartbeat

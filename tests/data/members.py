@@ -1,4 +1,4 @@
-"""Simulate members that come and go in one process: every member's loader, dealt and read in lockstep."""
+"""Simulate members that come and go in one process: every member's loader, read in lockstep."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Members:
         """Start a process for a member."""
         loader: Any = self.data.world(self.replicas)[rank]
         loader.gradient_state = GradientState(GradientAccumulationPlugin(num_steps=self.num_steps))
-        loader.enable_dealing(members, rank)
-        loader.dealing.trains = self.trains
+        loader.make_elastic(members, rank)
+        loader.elastic.trains = self.trains
         self.loaders[rank], self.held[rank] = loader, []
         return loader
 

@@ -145,7 +145,7 @@ def find_every_name_of_torch() -> None:
 
 
 def resume_equals_going_on(**options: Any) -> None:
-    """Save in the middle of an epoch; a new model that resumes there goes on as the first one did, to the bit."""
+    """Save in the middle of an epoch; a new model that resumes there goes on as the first one did, bitwise."""
     with tempfile.TemporaryDirectory() as own:
         PartialState(cpu=True)
         [folder] = broadcast_object_list([own])

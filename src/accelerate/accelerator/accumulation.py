@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.loaders.dealt import DealtLoader
+from ..data.loaders.elastic import ElasticLoader
 from ..parallel.base import Strategy
 from ..runtime.loop.gradient_state import GradientState
 
@@ -27,7 +27,7 @@ class AccumulationWindow:
     scales its loss by shares / items before the backward pass, and no gradient is touched. In a longer window the
     count is complete only with the last micro-batch: losses are first divided by `reference`, a fixed power of two
     near the usual count, which keeps fp16 in range and is exact in binary; after the last backward pass the gradients
-    are multiplied once by shares * reference / items. The counts meet in one scalar all-reduce per window.
+    are multiplied once by shares * reference / items. The counts are summed in one scalar all-reduce per window.
     """
 
     counts_first = True
@@ -121,11 +121,11 @@ class AccumulationWindow:
         return self._reference
 
 
-class DealtWindow(AccumulationWindow):
-    """A window of samples that are dealt out among members that come and go.
+class ElasticWindow(AccumulationWindow):
+    """A window of samples that are assigned to members that come and go.
 
-    It closes where the active loader says so, with or without `accumulate()`: [Note: dealing] in
-    `data/order/dealing.py`. A micro-batch with n samples of a nominal share of B weighs n / B, because the engine
+    It closes where the active loader says so, with or without `accumulate()`: [Note: elastic epochs] in
+    `data/order/elastic.py`. A micro-batch with n samples of a nominal share of B weighs n / B, because the engine
     divides the sum of gradients by the nominal number of members. Items are counted after the last backward pass, when
     no more micro-batches can come.
     """
@@ -135,7 +135,7 @@ class DealtWindow(AccumulationWindow):
     """The value of `step` at the beginning of the open window."""
 
     def micro_batch(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[object]:
-        """Begin the next micro-batch, as its loader dealt it."""
+        """Begin the next micro-batch, as its loader assigned it."""
         loader = self._follow_loader()
         if loader is None:
             return super().micro_batch(models)
@@ -177,19 +177,19 @@ class DealtWindow(AccumulationWindow):
     def _agreed_reference(self, items: Tensor) -> float:
         return 1.0  # a collective of its own would not be part of the step's transaction
 
-    def _follow_loader(self) -> DealtLoader | None:
-        """Let the active loader say whether this micro-batch closes the window; return the loader if it deals."""
+    def _follow_loader(self) -> ElasticLoader | None:
+        """Let the active loader say whether this micro-batch closes the window; return the loader if it is elastic."""
         loader = self.gradient_state.active_dataloader
-        if not isinstance(loader, DealtLoader) or loader.dealing is None:
+        if not isinstance(loader, ElasticLoader) or loader.elastic is None:
             return None
-        loader.dealing.trains = True
+        loader.elastic.trains = True
         self.gradient_state.sync_gradients = loader.closes_window
         return loader
 
 
 def window_of(state: GradientState, strategy: Strategy, prepared_models: list[nn.Module]) -> AccumulationWindow:
     """Return the window of a strategy: where the members of a run change, its loaders tell when it closes."""
-    kind = AccumulationWindow if strategy.runtime.member is None else DealtWindow
+    kind = AccumulationWindow if strategy.runtime.member is None else ElasticWindow
     return kind(state, strategy, prepared_models)
 
 

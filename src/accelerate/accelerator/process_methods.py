@@ -317,7 +317,7 @@ class ProcessMethods:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def check_replicas(self, every: int | None = None) -> None:
-        """Compare the parameters of all replicas to the bit, and raise an error that names the rank that differs.
+        """Compare the parameters of all replicas bitwise, and raise an error that names the rank that differs.
 
         Every process must call it. Replicas are the processes of DDP, or those along `dp_replicate`; without any it
         does nothing.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,43 +67,25 @@ def world_group_options() -> Iterator[None]:
             setattr(c10d, name, timeout)
 
 
+_CLEARING = (
+    ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+    ("torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear"),
+    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
+    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta.cache_clear"),  # torch 2.9
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+    ("torch.distributed.tensor.experimental._attention", "_replaced_functions.clear"),  # torch 2.9
+    ("torch.distributed.tensor.experimental._context_parallel._attention", "_replaced_functions.clear"),
+)
+"""Modules of torch whose caches keep meshes, and what clears them. All are private, and no version of torch has all."""
+
+
 def clear_mesh_caches() -> None:
     """Clear torch's caches for meshes whose groups are closed.
 
     A new mesh of the same shape compares equal. A cached mesh keeps its groups, and gloo's threads with them.
     """
-    for clear in (_clear_transforms, _clear_shapes, _clear_planners, _clear_topologies, _clear_ring_attention):
-        with suppress(ImportError, AttributeError):  # private caches, which other versions of torch may not have
-            clear()
-
-
-def _clear_transforms() -> None:
-    from torch.distributed.tensor import _redistribute, debug
-
-    _redistribute._gen_transform_infos.cache_clear()
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-
-
-def _clear_shapes() -> None:
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
-
-
-def _clear_planners() -> None:
-    from torch.distributed.tensor import _redistribute
-
-    _redistribute.clear_redistribute_planner_cache()
-
-
-def _clear_topologies() -> None:
-    from torch.distributed.tensor._collective_utils import MeshTopoInfo
-
-    MeshTopoInfo.build_from_mesh.cache_clear()
-
-
-def _clear_ring_attention() -> None:
-    from torch.distributed.tensor.experimental._context_parallel import _attention
-
-    # torch keeps each function that it has put in the place of attention, and with it a mesh.
-    _attention._replaced_functions.clear()
+    for module, path in _CLEARING:
+        with suppress(AttributeError):  # not imported, or not in this version of torch
+            attrgetter(path)(sys.modules.get(module))()

@@ -361,11 +361,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
             **options,
         )
     skipped.division = dataloader.division
-    if dataloader.dealing is not None:
-        skipped.enable_dealing(dataloader.dealing.members, dataloader.dealing.rank)
-        assert skipped.dealing is not None
-        skipped.dealing.before_window = dataloader.dealing.before_window
-        skipped.dealing.agree_on_seed = dataloader.dealing.agree_on_seed
+    if dataloader.elastic is not None:
+        skipped.make_elastic(dataloader.elastic.members, dataloader.elastic.rank)
+        assert skipped.elastic is not None
+        skipped.elastic.before_window = dataloader.elastic.before_window
+        skipped.elastic.agree_on_seed = dataloader.elastic.agree_on_seed
     _transfer_position(dataloader, skipped, num_batches)
     return skipped
 

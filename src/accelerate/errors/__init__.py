@@ -51,7 +51,7 @@ class StuckError(RuntimeError):
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Report replicas whose parameters are not equal to the bit.
+    """Report replicas whose parameters are not bitwise equal.
 
     `check_replicas` raises it on every rank and names the one that differs from most. A device has computed wrongly, or
     the script changes parameters on some ranks only. Go on from a checkpoint of before, without that host.
@@ -70,6 +70,6 @@ class ReplicaLostError(RuntimeError):
 class LaunchError(RuntimeError):
     """Report a launch that cannot begin, before anything was started.
 
-    The machines cannot meet, or the settings contradict each other. `accelerate launch --explain` prints every setting
-    with its origin, and the plan.
+    The machines cannot reach each other, or the settings contradict each other. `accelerate launch --explain` prints
+    every setting with its origin, and the plan.
     """

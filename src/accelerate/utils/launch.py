@@ -1,4 +1,4 @@
-"""Published path of what starts a function in a process of its own; it lives in `accelerate.launch.spawned`."""
+"""Published path of what runs a function in a new process; it lives in `accelerate.launch.notebook.spawned`."""
 
 from ..launch.notebook.spawned import PrepareForLaunch
 

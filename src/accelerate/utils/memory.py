@@ -1,4 +1,4 @@
-"""Published path of the memory helpers; they live in `accelerate.memory`."""
+"""Published path of the memory helpers; they live in `accelerate.runtime.devices.memory`."""
 
 from ..parallel.modules.memory.activations import recompute_activations
 from ..parallel.modules.memory.losses import linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Published path of weights that are not in the model; they live in `accelerate.inference.weights`."""
+"""Published path of weights that are not in the model; they live in `accelerate.inference.offload.weights`."""
 
 from ..inference.offload.weights import (
     OffloadedWeightsLoader,

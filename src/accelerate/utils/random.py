@@ -1,4 +1,4 @@
-"""Published path of the seeds; they live in `accelerate.runtime.random`."""
+"""Published path of the seeds; they live in `accelerate.runtime.loop.random`."""
 
 from ..runtime.loop.random import set_seed, synchronize_rng_state, synchronize_rng_states
 

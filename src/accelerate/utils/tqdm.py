@@ -1,4 +1,4 @@
-"""Published path of progress bars; they live in `accelerate.runtime.bars`."""
+"""Published path of progress bars; they live in `accelerate.runtime.loop.bars`."""
 
 from ..runtime.loop.bars import tqdm
 

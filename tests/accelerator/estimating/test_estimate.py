@@ -162,7 +162,7 @@ def test_a_number_that_is_asked_for_is_guessed_and_told() -> None:
 def test_what_does_not_run_is_left_out_with_the_reason() -> None:
     found = estimate(on_meta(lambda: nn.Linear(4, 4)), "float32", batch=Batch.of(torch.ones(2, 3)))
     assert found.left_out is not None
-    assert "did not run without numbers (RuntimeError: " in found.left_out
+    assert "did not run on fake tensors (RuntimeError: " in found.left_out
     assert found.inference.forward is None
     assert found.training is not None
     assert found.training.activations is None

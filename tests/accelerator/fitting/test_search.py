@@ -60,7 +60,7 @@ def test_the_losses_are_those_of_the_same_batch_size_by_hand(way: str) -> None:
     expected = run_on_ranks(world_size, trained_by_hand, way=way, batch_size=8, accumulation=4, exact=exact)
     last = world_size - 1
     for rank in range(world_size):
-        assert found[rank]["losses"] == expected[rank], "to the bit, with the random numbers and the schedule"
+        assert found[rank]["losses"] == expected[rank], "bitwise, with the random numbers and the schedule"
         assert found[rank]["tries"] == [(32, 1, False), (16, 2, False), (8, 4, True)]
         assert found[rank]["results"][:2] == [f"rank {last}: out of memory: tried to allocate 2.00 GiB"] * 2
         assert found[rank]["steps"] == 4

@@ -1,4 +1,4 @@
-"""Copies in host memory: after the end of all processes a run goes on from them, equal to the bit."""
+"""Copies in host memory: after the end of all processes a run goes on from them, bitwise equal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch(folder: Path, way: str, event: str, *words: object) -> Launched:
 
 
 def assert_equal_ends(folder: Path, undisturbed: Path) -> None:
-    """Parameters, moments, rates, registered objects and generators of every rank are equal to the bit."""
+    """Parameters, moments, rates, registered objects and generators of every rank are bitwise equal."""
     ends = sorted(undisturbed.glob("end_*"))
     assert ends
     for file in ends:

@@ -102,8 +102,8 @@ def test_batches_without_a_size_are_made_even_by_whole_batches() -> None:
     five = [list(BatchSamplerShard(OddBatches(), 5, rank)) for rank in range(5)]
     assert five == [[[0]], [[1, 2, 3]], [[4, 5]], [[0]], [[1, 2, 3]]]
     assert [list(BatchSamplerShard(OddBatches(), 3, rank)) for rank in range(3)] == [[[0]], [[1, 2, 3]], [[4, 5]]]
-    dealt = [list(BatchSamplerShard(OddBatches(), 2, rank, even_batches=False)) for rank in range(2)]
-    assert dealt == [[[0], [4, 5]], [[1, 2, 3]]]
+    batches = [list(BatchSamplerShard(OddBatches(), 2, rank, even_batches=False)) for rank in range(2)]
+    assert batches == [[[0], [4, 5]], [[1, 2, 3]]]
 
 
 def test_batches_without_a_size_go_on_in_the_middle() -> None:

@@ -204,7 +204,7 @@ def test_what_is_missing_or_contradictory_is_said(
 
 def test_pods_of_a_sweep_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     become(monkeypatch, {"host": "sweep-1", "full_name": "sweep-1", "variables": JOB})
-    assert find_pod(settings_of()) is None, "without a headless service they cannot meet"
+    assert find_pod(settings_of()) is None, "without a headless service they cannot connect"
     become(monkeypatch, IN_SERVICE | {"variables": JOB})
     assert find_pod(settings_of(num_machines=1)) is None
 

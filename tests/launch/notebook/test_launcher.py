@@ -417,15 +417,18 @@ def test_a_worker_that_waits_in_c_plus_plus_is_ended_at_once() -> None:
     assert time.monotonic() - start < limit(15)
 
 
-def die_alone() -> None:
+def die_alone(number: signal.Signals) -> None:
     if PartialState().process_index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 @pytest.mark.nightly
-def test_a_worker_that_is_killed_is_named() -> None:
-    with pytest.raises(WorkerFailedError, match="Rank 1 failed with SIGKILL, as when memory runs out") as caught:
-        notebook_launcher(die_alone, num_processes=2)
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "SIGKILL, as when memory runs out"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_a_worker_that_is_killed_is_named(number: signal.Signals, reason: str) -> None:
+    with pytest.raises(WorkerFailedError, match=f"Rank 1 failed with {reason}") as caught:
+        notebook_launcher(die_alone, (number,), num_processes=2)
     assert caught.value.rank == 1
 
 

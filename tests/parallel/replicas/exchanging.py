@@ -52,7 +52,7 @@ def gather(victim: int) -> object:
 def lose_another_in_the_agreement(victim: int) -> object:
     """While the survivors agree on who is left, one of them dies."""
     if member.rank == member.members[-2]:
-        member._meet = lambda *_: die_as(member.rank)  # type: ignore[method-assign, assignment]
+        member._agree_at = lambda *_: die_as(member.rank)  # type: ignore[method-assign, assignment]
     return gather(victim)
 
 

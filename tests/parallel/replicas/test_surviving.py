@@ -98,7 +98,7 @@ def assert_equal_ends(made: Path, folder: Path, steps: int, mode: str) -> None:
     ends = [torch.load(path) for path in made.glob("end_*")]
     assert ends
     for end in ends:
-        assert torch.equal(end["parameters"], ends[0]["parameters"]), "replicas are equal to the bit"
+        assert torch.equal(end["parameters"], ends[0]["parameters"]), "replicas are bitwise equal"
         torch.testing.assert_close(end["parameters"], expected, rtol=0, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ def test_more_processes_ask_less_often(processes: int, seconds: float) -> None:
     assert pause(0.1, processes, 1_000_000) == 0.1
 
 
-def test_few_members_look_after_all() -> None:
+def test_few_members_watch_all() -> None:
     assert watched_members(3, (1, 3, 4, 7)) == [1, 3, 4, 7]
 
 

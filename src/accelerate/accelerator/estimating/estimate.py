@@ -219,7 +219,7 @@ def _memory(program: Program, problems: list[str], guesses: list[str]) -> Memory
         try:
             memory, trace = program.memory()
         except NotTracedError as error:
-            problems.append(f"the model did not run without numbers ({error})")
+            problems.append(f"the model did not run on fake tensors ({error})")
         else:
             guesses += trace.guesses
             return memory

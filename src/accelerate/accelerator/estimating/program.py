@@ -46,7 +46,7 @@ _RANKS_PER_NODE = 8
 
 
 class NotTracedError(ValueError):
-    """Report a model that does not run on tensors without data.
+    """Report a model that does not run on fake tensors.
 
     The message has the model's own error. Give a batch that the model takes, and change code that needs the numbers of
     a tensor.
@@ -104,7 +104,7 @@ class Program:
             cpu=True, mixed_precision=self.mixed_precision, fsdp_plugin=self._plugin(), offload=offload
         )
         script.hide_data()
-        model = _WithoutData(self.stored_in).model(self.model).train(self.training)
+        model = _Fakes(self.stored_in).model(self.model).train(self.training)
         if self.batch is None:
             model.forward = lambda: _sum_of_parameters(model)
         if self.training:
@@ -134,7 +134,7 @@ class Program:
             optimizer.zero_grad()
 
     def _new_batch(self) -> Batch:
-        return _WithoutData(self.stored_in).batch(self.batch or Batch())
+        return _Fakes(self.stored_in).batch(self.batch or Batch())
 
     def _plugin(self) -> FullyShardedDataParallelPlugin | None:
         if not self.fsdp:
@@ -190,8 +190,8 @@ def _sum_of_parameters(model: nn.Module) -> Tensor:
     return torch.stack([param.sum().float() for param in local if param.requires_grad]).sum()
 
 
-class _WithoutData:
-    """Replace tensors by ones without data, floating-point ones in a dtype. Tied tensors stay tied."""
+class _Fakes:
+    """Replace tensors by fake ones, floating-point ones in a dtype. Tied tensors stay tied."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -257,7 +257,7 @@ def refuse_strategies(accelerator: Any) -> None:
         ("DeepSpeed", settings.deepspeed is not None, "its engine fixes the batch size when it is made."),
         ("MegatronLMPlugin", settings.megatron is not None, "it counts micro-batches itself."),
         ("a pipeline", not accelerator.strategy.holds_whole_models, "a stage cannot run without the others."),
-        ("--survive", runtime.member is not None, "members that come and go deal out micro-batches themselves."),
+        ("--survive", runtime.member is not None, "members that come and go assign micro-batches themselves."),
         ("XLA", devices.is_xla(accelerator.device), "memory runs out when a whole step is executed, on all processes."),
     ):
         if given:

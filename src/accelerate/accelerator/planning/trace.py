@@ -1,6 +1,6 @@
 """What one rank of a planned run does, as plain data: `Trace`.
 
-A trace is made without devices and without numbers. Every event has a tick, a position in the order in which the rank
+A trace is made without devices, on fake tensors. Every event has a tick, a position in the order in which the rank
 issued its work, so that memory, communication and time can be read from the same record.
 """
 

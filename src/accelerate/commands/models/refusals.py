@@ -47,7 +47,7 @@ _CAUSES = (
     ("AttributeError: TPU", *_NO_TPU),
     ("'DistributedType' has no attribute 'TPU'", *_NO_TPU),
 )  # fmt: skip
-"""Words of an error, why a plan meets it, and what to do."""
+"""Words of an error, why a plan runs into it, and what to do."""
 _UNKNOWN = (
     "this was raised by the script or by a library, and may have nothing to do with the plan.",
     "see whether the script comes to its second step by `accelerate launch --cpu`. If it does, the line needs "

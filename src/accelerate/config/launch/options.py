@@ -184,7 +184,7 @@ _LAUNCH = (
         group=MACHINES, read=float, yaml="replace_hung_after", variable="ACCELERATE_REPLACE_HUNG_AFTER",
     ),
     Option(
-        name="check_replicas_every", help="compare the parameters of replicas to the bit every N optimizer steps",
+        name="check_replicas_every", help="compare the parameters of replicas bitwise every N optimizer steps",
         group=MACHINES, read=int, yaml="check_replicas_every", variable="ACCELERATE_CHECK_REPLICAS_EVERY",
     ),
     Option(

@@ -19,7 +19,7 @@ from ...runtime.devices import xla
 from ...runtime.loop.gradient_state import GradientState
 from ...runtime.loop.progress import progress
 from ..metrics import PartialRound
-from ..order.dealt import DealtIndices
+from ..order.elastic_indices import ElasticIndices
 from ..order.indices import IndexSource
 from ..order.orders import OrderState, innermost_sampler
 from ..order.position import Position, PositionError
@@ -52,8 +52,8 @@ class PreparedLoader(DataLoader[Any]):
     split_batches = False
     is_stateful = False
     """Whether this is also torchdata's `StatefulDataLoader`."""
-    dealing: DealtIndices | None = None
-    """How samples are dealt out among members that come and go; None where all ranks stay."""
+    elastic: ElasticIndices | None = None
+    """How samples are assigned to members that come and go; None where all ranks stay."""
     _is_accelerate_prepared = True
 
     def __init__(
@@ -239,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
                 order=self.order_state.key(),
                 dataset=self._dataset_state(),
             )
-        first_seed = None if self.dealing is None else self.dealing.first_seed
+        first_seed = None if self.elastic is None else self.elastic.first_seed
         return {
             **replace(position, first_seed=first_seed).to_dict(),
             "batch_size": self.base_batch_size,
@@ -251,8 +251,8 @@ class PreparedLoader(DataLoader[Any]):
         position = Position.from_dict(state_dict)
         position.batches_of(self.base_batch_size)  # fail early if it does not fit
         self._require_same_world_size(position)
-        if self.dealing is not None and position.first_seed is not None:
-            self.dealing.first_seed = position.first_seed
+        if self.elastic is not None and position.first_seed is not None:
+            self.elastic.first_seed = position.first_seed
         self._resume = position
         self.iteration = position.epoch  # so that a loop over epochs can begin with it
 
@@ -304,8 +304,8 @@ class PreparedLoader(DataLoader[Any]):
 
     # --- iterating ------------------------------------------------------------------------------------------------
 
-    def enable_dealing(self, members: tuple[int, ...], rank: int) -> None:
-        """Deal samples out among the present members from the next epoch on; refuse where that is not possible."""
+    def make_elastic(self, members: tuple[int, ...], rank: int) -> None:
+        """Assign samples to the present members from the next epoch on; refuse where that is not possible."""
         raise UnsupportedSettingError(
             "dispatch_batches=True",
             "The main process reads for all others, and no rank can read what a lost one has not trained on.",
@@ -313,10 +313,10 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.dealing is not None:
+        if self.elastic is not None:
             if self._is_in_epoch and self._resume is None:  # left early: a new member begins with the next one, too
                 self.set_epoch(self.iteration + 1)
-            self.dealing.reach_window()
+            self.elastic.reach_window()
         resume, self._resume = self._resume, None
         if resume is not None:
             self._propagate_epoch(resume.epoch)

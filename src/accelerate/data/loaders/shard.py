@@ -21,12 +21,12 @@ from ..order.orders import sized_sampler
 from ..order.position import Position, PositionError
 from ..order.sharding import BatchSamplerShard
 from .base import marking_last
-from .dealt import DealtLoader
+from .elastic import ElasticLoader
 from .stateful import stateful_class
 from .streams import BatchOfLastRound, IterableDatasetShard
 
 
-class DataLoaderShard(DealtLoader):
+class DataLoaderShard(ElasticLoader):
     """A loader whose process reads its own shard."""
 
     def __init__(
@@ -118,7 +118,7 @@ class DataLoaderShard(DealtLoader):
             )
 
     def _before_epoch(self, resume: Position | None) -> None:
-        if self.dealing is not None and resume is not None and resume.begun:
+        if self.elastic is not None and resume is not None and resume.begun:
             return  # the other members are in this epoch already
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
@@ -160,8 +160,8 @@ class DataLoaderShard(DealtLoader):
         return phases.WAITING if self._presharded else phases.DATA  # presharded ranks synchronise at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:
-        if self.dealing is not None:
-            yield from self._dealt_rounds(self.dealing, resume)
+        if self.elastic is not None:
+            yield from self._elastic_rounds(self.elastic, resume)
             return
         place = self._placement()
         batches = self._open(resume)

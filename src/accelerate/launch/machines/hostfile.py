@@ -45,7 +45,7 @@ def remarks_on_machines(settings: LaunchSettings) -> list[str]:
         return []
     return [
         f"deepspeed_multinode_launcher = {launcher.value} ({launcher.origin}) has no effect: run accelerate launch "
-        "once on every machine, by srun, mpirun or hand, and they meet by torchelastic."
+        "once on every machine, by srun, mpirun or hand, and they connect through torchelastic."
     ]
 
 

@@ -78,7 +78,7 @@ def _machines_of_settings(settings: LaunchSettings) -> int | None:
     index = _number(environment.JOB_COMPLETION_INDEX)
     host, domain = _own_name()
     if index is None or not domain or settings.origin("num_machines").startswith(FLAG):
-        return None  # pods without a headless service cannot meet: each works alone
+        return None  # pods without a headless service cannot connect: each works alone
     if index > 0 or _is_known(f"{host.removesuffix('-0')}-1.{domain}"):
         raise LaunchError(
             f"This is pod {index} ({host}) of an indexed Job with a headless service, but nothing says how many pods "

@@ -332,7 +332,8 @@ def _run_elastic(task: Task, **launch: Any) -> None:
         try:
             elastic_launch(config, run_task)(task)
         except ChildFailedError as error:
-            failure = task.failure(_exit_codes(error))
+            seen = {rank: failed.exitcode for rank, failed in error.failures.items()}
+            failure = task.failure(seen, unseen=_exit_codes(error))
             assert failure is not None  # there is an exit code
             failure.failures = error.failures
             raise failure from None  # torch's own error names the rank that it looked at first, often collateral
@@ -345,7 +346,7 @@ def _run_elastic(task: Task, **launch: Any) -> None:
 
 def _exit_codes(error: ChildFailedError) -> dict[int, int]:
     """Return the exit codes of the ranks that failed: torch's error has only the one that it looked at first."""
-    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    codes = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         with suppress(AttributeError, ValueError):  # not the frame of torch's launcher
             agent: Any = frame.f_locals.get("agent")

@@ -24,6 +24,7 @@ from ..processes.signals import set_handlers
 from ..processes.worker import DIAGNOSIS, error_record
 
 if TYPE_CHECKING:
+    from ..processes.verdict import Verdict
     from .failures import WorkerFailedError
 
 
@@ -120,26 +121,35 @@ class Task:
         path = self.directory / "result"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
-    def failure(self, exit_codes: Mapping[int, int] | None = None) -> WorkerFailedError | None:
+    def failure(
+        self, seen: Mapping[int, int] | None = None, *, unseen: Mapping[int, int] | None = None
+    ) -> WorkerFailedError | None:
         """Return the failure that ended the last attempt: the others are its consequences.
 
-        `exit_codes` has the known exit codes by rank: a worker that was killed has written no failure. None is
+        `seen` has exit codes that torch reported, by rank: a worker that was killed has written no failure. Those of
+        `unseen` are asked only where all known failures are collateral, because torch ends workers too. None is
         returned where nothing is known.
         """
         left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
         last = max((failure["attempt"] for failure in left), default=0)
         failures = {failure["rank"]: failure for failure in left if failure["attempt"] == last}
-        codes = {**(exit_codes or {}), **dict.fromkeys(failures, 1)}
+        codes = {**(seen or {}), **dict.fromkeys(failures, 1)}
         if not codes:
             return None
         from ..processes.verdict import Ending, judge
         from .failures import WorkerFailedError, reason_of_exit
 
-        endings = [
-            Ending(rank=rank, local_rank=rank, exit_code=code, record=failures.get(rank, {}).get("record"))
-            for rank, code in codes.items()
-        ]
-        first = judge(endings, out_of_memory=False).culprit
+        def verdict_on(codes: Mapping[int, int]) -> Verdict:
+            endings = [
+                Ending(rank=rank, local_rank=rank, exit_code=code, record=failures.get(rank, {}).get("record"))
+                for rank, code in codes.items()
+            ]
+            return judge(endings, out_of_memory=False)
+
+        verdict = verdict_on(codes)
+        if verdict.elsewhere:
+            verdict = verdict_on({**(unseen or {}), **codes})
+        first = verdict.culprit
         if first.record is None:
             return WorkerFailedError(first.rank, reason_of_exit(first))
         return WorkerFailedError(

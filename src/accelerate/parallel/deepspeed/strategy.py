@@ -172,7 +172,7 @@ class DeepSpeedEngines(Strategy):
 
         DeepSpeed replaces `torch.nn.functional.linear` for good where ZeRO-3 has run, which changes the order.
         """
-        replaced = gather_object([nn.functional.linear is not torch._C._nn.linear])
+        replaced = gather_object([nn.functional.linear.__module__ == "deepspeed.runtime.zero.linear"])
         if len(set(replaced)) > 1:
             ranks = [rank for rank, here in enumerate(replaced) if here]
             raise RuntimeConflictError(

@@ -1,4 +1,4 @@
-"""Compare the parameters of replicas to the bit, by checksums."""
+"""Compare the parameters of replicas bitwise, by checksums."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _describe(ranks: Sequence[int], totals: Sequence[int], names: Sequence[str],
         who = f"The replicas on ranks {', '.join(map(str, ranks))} differ, and no majority tells which is right,"
         remedy = "Go on from a checkpoint of before."
     text = (
-        f"{who} in {where}. Replicas apply the same gradients, and are equal to the bit unless a device computes "
+        f"{who} in {where}. Replicas apply the same gradients, and are bitwise equal unless a device computes "
         f"wrongly or the script changes parameters on one rank only. {remedy}"
     )
     return Difference(odd=tuple(ranks[index] for index in odd) if is_clear else (), tensors=where, text=text)

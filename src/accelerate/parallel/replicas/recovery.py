@@ -28,13 +28,13 @@ JOINING = -1
 # of exchange n knows that everybody contributed, and goes on. It needs everybody again for exchange n + 1, so no member
 # can be more than one ahead of another. When a member is lost, the survivors compare how many they have completed:
 # - All the same: nobody has the result. The exchange is repeated among the survivors. If it is a step, the gradients
-#   are still local: the samples of the lost member are dealt out among the survivors as further micro-batches of the
+#   are still local: the samples of the lost member are assigned to the survivors as further micro-batches of the
 #   same window, whose last one reduces again. The same holds for the batch of an evaluation.
 # - Some are one ahead: the exchange took place, with the data of the lost member. The others take its result from one
 #   that is ahead. For a step these are parameters, moments and gradients, and they leave out the optimizer step if that
 #   member has made it.
 #
-# [Note: when samples are dealt among other members]
+# [Note: when samples are assigned to other members]
 # Loaders must change their members at the same place of the loop on all of them. It is the exchange that no survivor
 # has completed. Those that were behind have not reached it yet: they go on with the samples that they would have had,
 # and change members there, as the others did. So a micro-batch that a member has begun never becomes void.
@@ -62,7 +62,7 @@ class Regrouping:
 
 
 class Recovery:
-    """Complete exchanges among members although some are lost, and deal out the samples of those."""
+    """Complete exchanges among members although some are lost, and assign the samples of those to the others."""
 
     def __init__(self, strategy: SurvivingReplicas, state: State) -> None:
         self.strategy = strategy
@@ -185,7 +185,7 @@ class Recovery:
                     break
             if carries_data:
                 for loader in self._loaders():
-                    loader.dealing.collect()
+                    loader.elastic.collect()
             return result
         finally:
             self._is_exchanging = False
@@ -204,9 +204,9 @@ class Recovery:
             if origin in self.member.members:
                 return
             what = f"Rank {origin} was lost before the others received what it broadcast"
-        elif any(loader.dealing.has_local_results for loader in self._loaders()):
+        elif any(loader.elastic.has_local_results for loader in self._loaders()):
             what = "A replica was lost together with its results of an evaluation that were not gathered batch by batch"
-        elif active is not None and not active.dealing.trains and active.dealing.is_collected:
+        elif active is not None and not active.elastic.trains and active.elastic.is_collected:
             what = "A replica was lost between two collectives for the same batch of an evaluation"
         else:
             return
@@ -311,7 +311,7 @@ class Recovery:
         self._result, self._was_step = result, is_step
 
     def change_members(self) -> bool:
-        """Let loaders deal among the present members; return whether the open window is complete nevertheless."""
+        """Let loaders assign samples to the present members; return whether the open window is complete."""
         if self._agreement is None:
             return True
         for loader in self._loaders():
@@ -319,12 +319,12 @@ class Recovery:
         self._agreement = None
         state = self.state.gradient_state
         active = state.active_dataloader
-        if active is not None and active.dealing.trains:
+        if active is not None and active.elastic.trains:
             state.sync_gradients &= active.closes_window
         return state.sync_gradients
 
     def begin_with(self, agreement: Agreement, exchanges: int, steps: int, content: bytes) -> None:
-        """As a replacement: take the state of a member, and deal among all of them from now on."""
+        """As a replacement: take the state of a member, and assign samples to all of them from now on."""
         self.exchanges, self.steps = exchanges, steps
         self.state.restore(content)
         self._agreement = agreement

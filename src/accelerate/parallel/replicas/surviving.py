@@ -113,16 +113,16 @@ class SurvivingReplicas(Strategy):
         return (self.member.members, None) if len(self.member.members) > 1 else ((), None)
 
     def connect_loader(self, loader: Any) -> None:
-        """Let a loader deal out samples among the members."""
-        loader.enable_dealing(self.member.members, self.member.rank)
-        loader.dealing.before_window = self._before_window
+        """Let a loader assign samples to the members."""
+        loader.make_elastic(self.member.members, self.member.rank)
+        loader.elastic.before_window = self._before_window
         number = next(self._loader_numbers)
-        loader.dealing.agree_on_seed = lambda seed: self._seed_of_epoch(number, loader, seed)
+        loader.elastic.agree_on_seed = lambda seed: self._seed_of_epoch(number, loader, seed)
 
     def _seed_of_epoch(self, number: int, loader: Any, drawn: int) -> int:
         """Return the seed of an epoch: a function of the first one, because generators are lost with a member."""
-        known = loader.dealing.first_seed  # if all members were restarted
-        first = loader.dealing.first_seed = self.member.first(f"seed/{number}", drawn if known is None else known)
+        known = loader.elastic.first_seed  # if all members were restarted
+        first = loader.elastic.first_seed = self.member.first(f"seed/{number}", drawn if known is None else known)
         digest = hashlib.sha256(f"{first},{loader.iteration}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 

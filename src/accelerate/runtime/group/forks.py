@@ -19,6 +19,8 @@ from weakref import WeakValueDictionary
 # reference to a mesh that was closed. Meshes are therefore referenced before the fork, and never released by the child.
 
 _meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_inherited: list[Any] = []
+"""What this process inherited, and never releases."""
 
 
 def hold_in_children(mesh: Any) -> None:
@@ -44,19 +46,22 @@ class _CollectorPause:
 
     def begin(self) -> None:
         self._forks += 1
-        self._held += _meshes.values()
         if self._forks == 1:
             self._was_enabled = gc.isenabled()
             gc.disable()
+        self._held += (mesh for reference in _meshes.valuerefs() if (mesh := reference()) is not None)
 
     def end(self) -> None:
         self._forks -= 1
         if self._forks == 0:
-            self._held.clear()
+            held, self._held = self._held, []
             self._resume()
+            del held  # last: another thread may fork while process groups are freed
 
     def end_in_child(self) -> None:
         self._forks = 0  # other threads and their forks exist in the parent only
+        _inherited.extend(self._held)
+        self._held = []
         gc.freeze()
         self._resume()
 

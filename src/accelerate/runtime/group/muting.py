@@ -1,4 +1,4 @@
-"""Let this rank run alone for a while: its collectives return without meeting the other ranks.
+"""Let this rank run alone for a while: its collectives return without communicating.
 
 [Note: muted collectives] A `ProcessGroup` of torch hands a collective to the backend of the tensor's device. For a
 while that backend is torch's `FakeProcessGroup`, which fills results with this rank's own data: right in shape and in
@@ -21,7 +21,7 @@ _OBJECTS_OF_ONE_RANK = ("broadcast_object_list", "scatter_object_list")
 
 
 class MutedGroups:
-    """All process groups of this rank, which meet the other ranks or do not."""
+    """All process groups of this rank, which communicate or do not."""
 
     def __init__(self, apart: Collection[Any] = ()) -> None:
         groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
@@ -33,7 +33,7 @@ class MutedGroups:
         }
 
     def mute(self) -> None:
-        """Let collectives return without meeting the other ranks."""
+        """Let collectives return without communicating."""
         from torch._C._distributed_c10d import FakeProcessGroup
 
         make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
@@ -42,7 +42,7 @@ class MutedGroups:
             group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, fake)
 
     def unmute(self) -> None:
-        """Let collectives meet the other ranks again."""
+        """Let collectives communicate again."""
         for (group, device), backend in self._backends.items():
             group._register_backend(device, _type_of(backend), backend)
 

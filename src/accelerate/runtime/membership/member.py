@@ -42,9 +42,9 @@ _wait_inside_torch = dist.Work.wait
 # [Note: membership]
 # Members are named by their nominal rank. Every change is an event in the launcher's store, numbered by a counter, so
 # that all members fold the same list into the same members: epoch E is the state after E events. Members that find
-# their collective failed, or hear of a loss, meet at the newest epoch: each writes its status, the last one to arrive
-# writes the summary, and all wait for that one key. An event that comes meanwhile replaces the summary by
-# "superseded", and they meet again at the next epoch. This takes a constant number of messages per member.
+# their collective failed, or hear of a loss, synchronize at the newest epoch: each writes its status, the last one to
+# arrive writes the summary, and all wait for that one key. An event that comes meanwhile replaces the summary by
+# "superseded", and they synchronize again at the next epoch. This takes a constant number of messages per member.
 #
 # [Note: silent members]
 # A process that is stopped, or on a machine that cannot be reached, does not end. The thread of every member therefore
@@ -264,7 +264,7 @@ class Member:
     # --- agreeing ---------------------------------------------------------------------------------------------------
 
     def agree(self, status: Any) -> Agreement:
-        """Meet the other members at the newest epoch, and return everybody's status."""
+        """Agree with the other members on the newest epoch, and return everybody's status."""
         while True:
             epoch = self.events.newest()
             members = self.events.members(epoch)

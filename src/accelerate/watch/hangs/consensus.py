@@ -1,4 +1,4 @@
-"""Agree on one verdict after an alarm: every rank reports, one judges, and all confirm that nothing has moved since."""
+"""Agree on one verdict after an alarm: all ranks report, the coordinator decides, all confirm that none has moved."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Consensus:
         report = self._observer.report()
         self._store.set(f"report/{number}/{report.rank}", report.to_json())
         self._store.add(f"reports/{number}", 1)
-        if self._store.add(f"judges/{number}", 1) == 1:
+        if self._store.add(f"coordinator/{number}", 1) == 1:
             verdict = self._coordinate(number, report)
         else:
-            is_judged = self._wait_for_key(f"judged/{number}")
+            is_decided = self._wait_for_key(f"decided/{number}")
             self._confirm(number, report)
-            if not is_judged or not self._wait_for_key(f"verdict/{number}"):
+            if not is_decided or not self._wait_for_key(f"verdict/{number}"):
                 return None
             verdict = Verdict.from_json(self._store.get(f"verdict/{number}"))
         self._store.add(f"received/{number}", 1)
@@ -61,12 +61,12 @@ class Consensus:
         return verdict, report
 
     def _coordinate(self, number: int, own: Report) -> Verdict:
-        """Judge the reports of all ranks, and publish the verdict."""
+        """Decide on the reports of all ranks, and publish the verdict."""
         reports, absent = self._collect(number)
         verdict = judge(reports, absent, self._threshold)
         if verdict.fatal and absent and not any(report.lost_peer for report in reports.values()):
             self._stopping.wait(RETURN_GRACE_SECONDS)
-        self._store.set(f"judged/{number}", "")
+        self._store.set(f"decided/{number}", "")
         self._confirm(number, own)  # see [Note: reports are of different moments]
         self._wait_until(lambda: self._count("unmoved", number) + self._count("moved", number) >= len(reports))
         if self._count("moved", number) or self._stopping.is_set():

@@ -1,10 +1,10 @@
 """Watch the members of a run under `accelerate launch --survive`: who keeps the others waiting, who is slow.
 
-[Note: members that hang] A member that is stuck in its own code sends heartbeats, and its process does not end. The
-others wait for it in the reduction of a step. One that has waited for long asks, by a number in the launcher's store;
-the thread of every member looks for that number, and answers where its training thread is. Who waits keeps nobody
-waiting: the others are named. The run goes on waiting, because a member may also save, validate or be debugged; on
-request the members that hang are removed, and replaced as if they had died.
+[Note: members that hang] A member that is stuck in its own code still sends heartbeats, and its process does not end.
+The others wait for it in the reduction of a step. One that has waited for long asks, by a number in the launcher's
+store; the thread of every member looks for that number, and answers where its training thread is. Who waits keeps
+nobody waiting: the others are named. The run goes on waiting, because a member may also save, validate or be debugged;
+on request the members that hang are removed, and replaced as if they had died.
 
 [Note: steps of members] The times of steps are exchanged as without `--survive`. When the members change, they begin to
 count again: a replacement has not made the steps of the others.

@@ -1,1 +1,1 @@
-"""Find slow ranks from summaries of their steps. Start with `judging`."""
+"""Find slow ranks from summaries of their steps. Start with `detection`."""

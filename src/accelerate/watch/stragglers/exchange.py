@@ -19,7 +19,7 @@ import numpy as np
 
 from ...runtime import phases
 from ...runtime.phases import NAMES, PhaseClock
-from .judging import Finding, Judge, Window
+from .detection import Finding, StragglerDetector, Window
 from .windows import FEWEST_STEPS, LENGTH, MEDIANS, NUMBER, WHOLE, Windows, unpack
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _SLOWEST = 16
 
 
 class Exchange:
-    """Publish the step times of one rank; on rank 0, also judge those of all ranks."""
+    """Publish the step times of one rank; on rank 0, also compare those of all ranks."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Exchange:
         self._keys = [f"phases/{other}" for other in range(world_size)]
         self._throughputs = [f"throughput/{other}" for other in range(world_size)]
         self._names = range(world_size) if names is None else names
-        self._judge = Judge()
+        self._detector = StragglerDetector()
         self._warner: _Warner = _Warner() if before is None else before._warner
         self._trace = _TraceFile()
 
     def poll(self) -> None:
-        """Publish new windows if the period is over; on rank 0, judge."""
+        """Publish new windows if the period is over; on rank 0, compare."""
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -80,8 +80,8 @@ class Exchange:
             self._store.set(self._keys[self._rank], self._windows.pack())
             self._has_published = True
             self._sync_length()
-        if self._rank == 0 and self._judge.is_pending(self._windows.newest):
-            self._judge_windows()
+        if self._rank == 0 and self._detector.is_pending(self._windows.newest):
+            self._examine_windows()
         if phases.meter is not None:
             self._exchange_throughput(phases.meter, now)
 
@@ -116,12 +116,12 @@ class Exchange:
         doublings = math.ceil(math.log2(wanted / step / FEWEST_STEPS))
         return FEWEST_STEPS << min(doublings, _MOST_DOUBLINGS)
 
-    def _judge_windows(self) -> None:
+    def _examine_windows(self) -> None:
         self._is_complete = self._is_complete or self._store.check(self._keys)
         if not self._is_complete:
             return
-        for judged in self._judge.update(unpack(self._store.multi_get(self._keys))):
-            window = judged.renamed(self._names)
+        for examined in self._detector.update(unpack(self._store.multi_get(self._keys))):
+            window = examined.renamed(self._names)
             if window.finding is not None:
                 self._clock.extra_values = {
                     "straggler/rank": window.finding.rank,

@@ -47,7 +47,7 @@ print = functools.partial(print, file=open({str(file)!r}, "a"), flush=True)
 
 
 def run(source: str, folder: Path, world_size: int, blocks: int | None) -> tuple[Failure | None, Path]:
-    """Run a script without data; return how it failed, and where its trace is."""
+    """Run a script on fake tensors; return how it failed, and where its trace is."""
     script, output = folder / "train.py", folder / "trace"
     script.write_text(BEGINNING + dedent(source))
     request = Request(rank=0, world_size=world_size, output=output, blocks=None if blocks is None else (blocks, blocks))

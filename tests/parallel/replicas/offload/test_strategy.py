@@ -1,4 +1,4 @@
-"""Training with blocks on the host gives what training in memory gives, to the bit."""
+"""Training with blocks on the host gives what training in memory gives, bitwise."""
 
 from __future__ import annotations
 

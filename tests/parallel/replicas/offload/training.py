@@ -113,7 +113,7 @@ def train(
 
 
 def assert_bit_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare two runs to the bit."""
+    """Compare two runs bitwise."""
     assert all(math.isfinite(loss) for loss in expected["losses"])
     assert found["losses"] == expected["losses"]
     assert found["parameters"].keys() == expected["parameters"].keys()

@@ -1,1 +1,1 @@
-"""Run a script as one rank of a world, without devices and without numbers, and record it. Start with `script`."""
+"""Run a script as one rank of a world, without devices, on fake tensors, and record it. Start with `script`."""

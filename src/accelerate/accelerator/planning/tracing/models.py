@@ -1,4 +1,4 @@
-"""Convert models without data, and shorten them: a few of their repeated blocks show what the others do."""
+"""Convert models of fake tensors, and shorten them: a few of their repeated blocks show what the others do."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _signature(block: nn.Module) -> Any:
     )
 
 
-def convert_modules_without_data() -> None:
+def convert_fake_modules() -> None:
     """Make `Module.to` and its like work: torch swaps fake tensors, which fails if anything refers to them weakly."""
     nn.Module._apply = _apply  # type: ignore[method-assign]
 

@@ -49,7 +49,7 @@ _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 
 
 class Recorder(TorchDispatchMode):
-    """Write a `Trace` of the tensors without data that pass through torch."""
+    """Write a `Trace` of the fake tensors that pass through torch."""
 
     supports_higher_order_operators = True
 
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
     # --- events -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation on tensors without data, and write down what it does on a device."""
+        """Run one operation on fake tensors, and write down what it does on a device."""
         kwargs = kwargs or {}
         if function in _ASKS:
             answer = _told(function, args[0])

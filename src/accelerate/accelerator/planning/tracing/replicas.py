@@ -31,7 +31,7 @@ def replace_ddp(recorder: Recorder) -> None:
 
 
 class PlannedReplica(DistributedDataParallel):
-    """Average gradients in buckets as DDP does, on tensors without data."""
+    """Average gradients in buckets as DDP does, on fake tensors."""
 
     def __init__(
         self,

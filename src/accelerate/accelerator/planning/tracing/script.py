@@ -23,11 +23,11 @@ from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .host.building import Building
 from .host.devices import accept_absent_devices
 from .host.files import write_nothing
-from .host.loaders import Batches, give_batches_without_data
+from .host.loaders import Batches, give_fake_batches
 from .host.progress import Progress, Turns
 from .host.values import Values
 from .kernels import use_accelerator_kernels
-from .models import Truncation, convert_modules_without_data
+from .models import Truncation, convert_fake_modules
 from .recorder import Recorder
 from .replicas import replace_ddp
 from .strategies import buffers_of_others, offload_to_host, stream_blocks, watch_strategies
@@ -75,7 +75,7 @@ def trace_script(request: Request) -> Script:
     open_groups_without_connections(request.rank, request.world_size)
     replace_ddp(recorder)
     watch_strategies(recorder, values)
-    give_batches_without_data(recorder, values, script.batches, request.batch_size)
+    give_fake_batches(recorder, values, script.batches, request.batch_size)
     values.read_by_python()
     accept_absent_devices()
     write_nothing()
@@ -83,7 +83,7 @@ def trace_script(request: Request) -> Script:
         use_accelerator_kernels()
         offload_to_host(recorder)
     stream_blocks(recorder, request.on_accelerators)
-    convert_modules_without_data()
+    convert_fake_modules()
     script.watch()
     building.begin()
     recorder.__enter__()
@@ -280,7 +280,7 @@ class Script:
             self.end()
 
     def hide_data(self) -> None:
-        """Make all tensors without data from here on, not only from the first `prepare` on."""
+        """Make all tensors fake from here on, not only from the first `prepare` on."""
         self._building.end([], self._recorder)
 
     def tell_progress(self) -> None:

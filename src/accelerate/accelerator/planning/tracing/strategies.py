@@ -99,7 +99,7 @@ def stream_blocks(recorder: Recorder, on_accelerators: bool) -> None:
     for place in (gradients, read_ahead):
         place.ThreadPoolExecutor = AtOnce  # type: ignore[attr-defined]
     mapping.is_mapped = lambda tensor: False
-    blocks._check = lambda param, name: None  # parameters without data are of a class of their own
+    blocks._check = lambda param, name: None  # fake parameters are of a class of their own
     if host is not None:
         _label(recorder, Buffers, "transfer", owner=host)
     _label(recorder, BlockStream, "__init__", owner=GATHERED)

@@ -155,7 +155,7 @@ class Recorder:
     def note_dropout(self, tensor: Tensor) -> None:
         """Record a dropout of the first forward pass."""
         is_first_pass = not self.recording.steps and self._passes == 0 and not self._in_backward
-        if is_first_pass and not _has_no_data(tensor):  # a pipeline traces the model without data
+        if is_first_pass and not _has_no_data(tensor):  # a pipeline traces the model on fake tensors
             self.recording.dropouts.append(
                 Dropout(
                     module=self._stack[-1] if self._stack else "",

@@ -24,7 +24,7 @@ _NOT_PASSED_ON = frozenset(
 )
 _REFUSED = {
     "nnodes": "the job has a fixed number of machines: give --num_machines.",
-    "mpirun_hostfile": "the machines of the job meet without mpirun.",
+    "mpirun_hostfile": "the machines of the job connect without mpirun.",
     "deepspeed_hostfile": "the cluster chooses the machines.",
 }
 

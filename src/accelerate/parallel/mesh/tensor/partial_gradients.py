@@ -295,7 +295,7 @@ class _Dataflow(TorchDispatchMode):
             where = sorted({place or "the model itself" for bit, place in self.mixed_in.items() if both & bit})
             raise ValueError(
                 f"Under the plan of tensor parallelism {abbreviated(names)} would get gradients that are whole in part "
-                "and in part those of this process's columns: something whole meets something split in "
+                "and in part those of this process's columns: something whole is combined with something split in "
                 f'{abbreviated(where)}. Name the layer that makes the whole one in the plan too ("colwise"), or gather '
                 'the split one by "colwise_rep".'
             )

@@ -24,7 +24,7 @@ def recompute_activations(
 ) -> nn.Module:
     """Recompute the blocks of a model in the backward pass; return the model. Call it before `prepare`.
 
-    Only the inputs of blocks are kept. Results are equal to the bit, dropout included.
+    Only the inputs of blocks are kept. Results are bitwise equal, dropout included.
 
     Args:
         model: A model with repeated blocks.

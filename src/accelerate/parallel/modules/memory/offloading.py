@@ -24,7 +24,7 @@ from ....runtime.devices.device import has_streams
 def offload_activations(model: nn.Module, *, min_bytes: int = 1 << 20) -> nn.Module:
     """Keep the activations of a model on the host between forward and backward pass; return the model.
 
-    Call it before `prepare`. Results are equal to the bit. On a CPU it changes nothing: everything is on the host.
+    Call it before `prepare`. Results are bitwise equal. On a CPU it changes nothing: everything is on the host.
 
     Args:
         model: A model, or a part of one.

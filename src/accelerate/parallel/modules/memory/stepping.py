@@ -33,7 +33,7 @@ def step_in_backward(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Let an optimizer step in the backward pass, from `prepare` on; return the optimizer.
 
     Each parameter steps as soon as its gradient is complete, and the gradient is freed at once. `optimizer.step()`
-    stays in the loop, and ends the step. Results are equal to the bit. `backward(loss, learning_rate=...)` sets the
+    stays in the loop, and ends the step. Results are bitwise equal. `backward(loss, learning_rate=...)` sets the
     learning rate of a step.
 
     Args:

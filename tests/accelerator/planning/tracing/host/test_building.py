@@ -1,4 +1,4 @@
-"""Models without data, in a setup that has it."""
+"""Fake models, in a setup that has data."""
 
 from __future__ import annotations
 

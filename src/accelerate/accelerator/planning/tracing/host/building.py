@@ -1,4 +1,4 @@
-"""Build models without data while everything else that a script does before `prepare` has real numbers."""
+"""Build models of fake tensors while everything else that a script does before `prepare` has real numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONFIG_OPTIONS = ("subfolder", "revision", "token", "cache_dir", "local_files_o
 
 
 class Building(TorchDispatchMode):
-    """Make new parameters, and large tensors, without data. Ends with the first `prepare`."""
+    """Make new parameters, and large tensors, fake. Ends with the first `prepare`."""
 
     def __init__(self, fake_mode: FakeTensorMode, values: Values) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class Building(TorchDispatchMode):
         plain_new, building = nn.Parameter.__new__, self
 
         def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-            return plain_new(cls, building.without_data(data) if type(data) is Tensor else data, requires_grad)
+            return plain_new(cls, building.faked(data) if type(data) is Tensor else data, requires_grad)
 
         nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
         nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
@@ -60,11 +60,11 @@ class Building(TorchDispatchMode):
         for module in (module for model in models for module in model.modules()):
             for name, buffer in module._buffers.items():
                 if type(buffer) is Tensor and buffer.device.type == "cpu":
-                    module._buffers[name] = hidden = self.without_data(buffer)
+                    module._buffers[name] = hidden = self.faked(buffer)
                     self._values.keep(hidden, buffer)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a tensor, without data where it is large."""
+        """Make a tensor, a fake one where it is large."""
         kwargs = kwargs or {}
         shape = args[0] if args and not types else None
         if isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape):
@@ -74,7 +74,7 @@ class Building(TorchDispatchMode):
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    def without_data(self, tensor: Any) -> Any:
+    def faked(self, tensor: Any) -> Any:
         """Return a tensor of the same shape."""
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
             return tensor

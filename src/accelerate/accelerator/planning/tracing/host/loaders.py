@@ -1,4 +1,4 @@
-"""Let a script read its real data, and give it batches without data."""
+"""Let a script read its real data, and give it fake batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Batches:
         return taken
 
 
-def give_batches_without_data(recorder: Any, values: Values, batches: Batches, batch_size: int | None = None) -> None:
+def give_fake_batches(recorder: Any, values: Values, batches: Batches, batch_size: int | None = None) -> None:
     """Read data as usual, in this process; hand out tensors of the same shapes, with their whole numbers beside.
 
     Batches have `batch_size` samples, if it is given, instead of what the loader gives.
@@ -83,7 +83,7 @@ def give_batches_without_data(recorder: Any, values: Values, batches: Batches, b
                 batch = _resized(batch, batch_size)
             loaded.batch_size = max(loaded.batch_size, batches.count(batch))
             loaded.batches += 1
-            yield tree_map(partial(_without_data, values, batches.fraction), batch)
+            yield tree_map(partial(_faked, values, batches.fraction), batch)
 
     DataLoader.__init__, DataLoader.__iter__ = init, iterate  # type: ignore[method-assign, assignment]
 
@@ -110,7 +110,7 @@ def _resized(batch: Any, samples: int | None) -> Any:
     return tree_map(resized, batch)
 
 
-def _without_data(values: Values, fraction: float, leaf: Any) -> Any:
+def _faked(values: Values, fraction: float, leaf: Any) -> Any:
     if type(leaf) is not Tensor and not isinstance(leaf, FakeTensor):
         return leaf
     if fraction < 1 and leaf.dim() > 0:

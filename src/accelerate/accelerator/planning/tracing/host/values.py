@@ -1,7 +1,7 @@
-"""Answer a script that asks tensors without data for their numbers, and write down where it asked.
+"""Answer a script that asks fake tensors for their numbers, and write down where it asked.
 
 [Note: known tensors] Tokens, masks, lengths and positions do not depend on parameters. Batches therefore keep their
-whole numbers beside the tensors without data, and an operation whose inputs are all known is also computed. Where a
+whole numbers beside the fake tensors, and an operation whose inputs are all known is also computed. Where a
 script chooses elements or asks for a number, the answer is then the real one.
 """
 
@@ -45,7 +45,7 @@ _KEEP_ANSWER = {
 
 
 class Values:
-    """Numbers that stand for those of tensors without data: 1 and True, but no infinity and no NaN is found.
+    """Numbers that stand for those of fake tensors: 1 and True, but no infinity and no NaN is found.
 
     Shapes that depend on unknown numbers have their upper bound: every element of a mask is chosen.
     """
@@ -71,7 +71,7 @@ class Values:
             return NotImplemented
         known = self._numbers((args, kwargs))
         if known is not None:
-            return self._without_data(_computed(function, *known), args[0])
+            return self._faked(_computed(function, *known), args[0])
         return self._guess(function, args, kwargs)
 
     def _guess(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class Values:
             self._known[tensor] = numbers
 
     def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Remember results that are known without data."""
+        """Remember results that are known of fake tensors."""
         if function.namespace != "aten":  # a collective may have written other ranks' numbers
             self._forget(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
             return
@@ -132,7 +132,7 @@ class Values:
                     self._known[output] = numbers
 
     def read_by_python(self) -> None:
-        """Let Python format tensors without data, and convert them to lists and arrays."""
+        """Let Python format fake tensors, and convert them to lists and arrays."""
         plain_format: Any = Tensor.__format__
         plain_list, plain_array = Tensor.tolist, Tensor.numpy
 
@@ -213,10 +213,10 @@ class Values:
             if known is None:
                 positions.append(index)
             else:
-                positions += [self._without_data(part, index) for part in _computed(_aten.nonzero_numpy, (known,), {})]
+                positions += [self._faked(part, index) for part in _computed(_aten.nonzero_numpy, (known,), {})]
         return positions
 
-    def _without_data(self, result: Any, like: Any) -> Any:
+    def _faked(self, result: Any, like: Any) -> Any:
         def hide(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf

@@ -22,8 +22,8 @@ from accelerate.commands.views.runs.finding import read_runs
 from accelerate.commands.views.terminal.ranks import Ranks, watched_run
 from accelerate.runtime import phases
 from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
+from accelerate.watch.stragglers.detection import CONSECUTIVE, Finding, StragglerDetector, Window, slow_ranks
 from accelerate.watch.stragglers.exchange import Exchange
-from accelerate.watch.stragglers.judging import CONSECUTIVE, Finding, Judge, Window, slow_ranks
 from accelerate.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack
 from tests.ranks import run_on_ranks
 
@@ -188,7 +188,7 @@ def test_some_slow_steps_do_not_make_a_slow_rank() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 512])
 def test_chance_names_nobody(world_size: int) -> None:
-    judge, windows = Judge(), 8 if world_size == 512 else 400
+    detector, windows = StragglerDetector(), 8 if world_size == 512 else 400
     chance = np.random.default_rng(0)
     row = np.array([USUAL.get(name, 0.0) for name in NAMES])
     for number in range(windows):
@@ -196,33 +196,37 @@ def test_chance_names_nobody(world_size: int) -> None:
         summaries = np.stack([summary(number, list(rank)) for rank in times])
         table = np.repeat(summaries[:, None], KEPT, axis=1)
         table[:, :-1, 0] = -1
-        (window,) = judge.update(table)
+        (window,) = detector.update(table)
         assert window.finding is None
 
 
-def publish(judge: Judge, windows: list[Windows], first: int, seconds: list[dict[str, float]]) -> list[Finding | None]:
+def publish(
+    detector: StragglerDetector, windows: list[Windows], first: int, seconds: list[dict[str, float]]
+) -> list[Finding | None]:
     for rank, times in enumerate(seconds):
         windows[rank].consume(deque((first + i, row) for i, row in enumerate(steps(**times))))
-    return [window.finding for window in judge.update(unpack(rank.pack() for rank in windows))]
+    return [window.finding for window in detector.update(unpack(rank.pack() for rank in windows))]
 
 
 def test_a_finding_takes_some_windows_and_so_does_its_end() -> None:
-    judge, windows = Judge(), [Windows() for _ in range(4)]
+    detector, windows = StragglerDetector(), [Windows() for _ in range(4)]
     slow = [USUAL, USUAL, USUAL, {**USUAL, "forward": 0.1}]
-    findings = [publish(judge, windows, number * FEWEST_STEPS, slow)[0] for number in range(CONSECUTIVE)]
+    findings = [publish(detector, windows, number * FEWEST_STEPS, slow)[0] for number in range(CONSECUTIVE)]
     assert [finding is not None for finding in findings] == [False] * (CONSECUTIVE - 1) + [True]
     begun = CONSECUTIVE * FEWEST_STEPS
-    findings = [publish(judge, windows, begun + number * FEWEST_STEPS, [USUAL] * 4)[0] for number in range(CONSECUTIVE)]
+    findings = [
+        publish(detector, windows, begun + number * FEWEST_STEPS, [USUAL] * 4)[0] for number in range(CONSECUTIVE)
+    ]
     assert [finding is not None for finding in findings] == [True] * (CONSECUTIVE - 1) + [False]
 
 
 def test_windows_wait_for_the_rank_that_publishes_last_but_not_for_one_that_stopped() -> None:
-    judge, windows = Judge(), [Windows() for _ in range(3)]
-    publish(judge, windows, 0, [USUAL] * 3)
-    assert publish(judge, windows, FEWEST_STEPS, [USUAL] * 2) == [], "rank 2 has not published"
+    detector, windows = StragglerDetector(), [Windows() for _ in range(3)]
+    publish(detector, windows, 0, [USUAL] * 3)
+    assert publish(detector, windows, FEWEST_STEPS, [USUAL] * 2) == [], "rank 2 has not published"
     windows[2].consume(deque((FEWEST_STEPS + i, row) for i, row in enumerate(steps(**USUAL))))
-    assert publish(judge, windows, 2 * FEWEST_STEPS, []) == [None]
-    findings = [publish(judge, windows, number * FEWEST_STEPS, [USUAL] * 2) for number in range(2, 4 + KEPT)]
+    assert publish(detector, windows, 2 * FEWEST_STEPS, []) == [None]
+    findings = [publish(detector, windows, number * FEWEST_STEPS, [USUAL] * 2) for number in range(2, 4 + KEPT)]
     assert findings[0] == []
     assert findings[-1] == [None]
 

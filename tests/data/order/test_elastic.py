@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from accelerate.data.order.dealing import Dealer, MicroBatch
+from accelerate.data.order.elastic import ElasticEpoch, MicroBatch
 from accelerate.data_loader import BatchSamplerShard
 from tests.sizes import sized
 
@@ -34,44 +34,46 @@ EPOCHS = st.fixed_dictionaries(
 
 
 class World:
-    """Members that each have a dealer of their own, and the positions that their gradients hold."""
+    """Members that each have an elastic epoch of their own, and the positions that their gradients hold."""
 
     def __init__(self, epoch: dict[str, int]) -> None:
         self.epoch = epoch
         self.round_size = epoch["replicas"] * epoch["share"]
-        self.dealers = {rank: Dealer(**epoch, members=range(epoch["replicas"])) for rank in range(epoch["replicas"])}
-        self.streams = {rank: dealer.stream() for rank, dealer in self.dealers.items()}
-        self.gradients: dict[int, list[int]] = {rank: [] for rank in self.dealers}
+        self.epochs = {
+            rank: ElasticEpoch(**epoch, members=range(epoch["replicas"])) for rank in range(epoch["replicas"])
+        }
+        self.streams = {rank: elastic.stream() for rank, elastic in self.epochs.items()}
+        self.gradients: dict[int, list[int]] = {rank: [] for rank in self.epochs}
         self.steps: list[list[int]] = []
 
     @property
-    def first(self) -> Dealer:
-        return next(iter(self.dealers.values()))
+    def first(self) -> ElasticEpoch:
+        return next(iter(self.epochs.values()))
 
     def take(self, *only: int) -> None:
         """Give the next micro-batch to every member, or to some."""
-        taken: dict[int, MicroBatch] = {rank: next(self.streams[rank]) for rank in only or self.dealers}
+        taken: dict[int, MicroBatch] = {rank: next(self.streams[rank]) for rank in only or self.epochs}
         assert len({batch.members for batch in taken.values()}) == 1
         for rank, batch in taken.items():
-            self.dealers[rank].take(batch)
+            self.epochs[rank].take(batch)
             own = batch.slice_of(rank).tolist()
             assert len(own) <= self.epoch["share"]
             assert len(batch.read_by(rank)) == max(1, len(own))
             self.gradients[rank] += own
-        assert len({self.dealers[rank].closes for rank in taken}) == 1, "all members take equally many micro-batches"
+        assert len({self.epochs[rank].closes for rank in taken}) == 1, "all members take equally many micro-batches"
 
     def reduce(self) -> None:
         self.steps.append(sorted(chain(*self.gradients.values())))
-        for rank in self.dealers:
+        for rank in self.epochs:
             self.gradients[rank] = []
 
     def commit(self, *only: int) -> None:
-        for rank in only or self.dealers:
-            self.dealers[rank].commit()
+        for rank in only or self.epochs:
+            self.epochs[rank].commit()
 
     def lose(self, lost: set[int]) -> None:
         for rank in lost:
-            del self.dealers[rank], self.streams[rank], self.gradients[rank]
+            del self.epochs[rank], self.streams[rank], self.gradients[rank]
         self._replan()
 
     def join(self, new: set[int]) -> None:
@@ -81,14 +83,14 @@ class World:
             "rounds": self.epoch["rounds"] - done,
         }
         for rank in new:
-            self.dealers[rank] = Dealer(**self.epoch | position, members=())
+            self.epochs[rank] = ElasticEpoch(**self.epoch | position, members=())
             self.gradients[rank] = []
         self._replan()
 
     def _replan(self) -> None:
-        for rank, dealer in self.dealers.items():
-            dealer.change_members(self.dealers)
-            self.streams[rank] = dealer.stream()
+        for rank, elastic in self.epochs.items():
+            elastic.change_members(self.epochs)
+            self.streams[rank] = elastic.stream()
 
     def windows(self) -> list[list[int]]:
         """Return the positions of every step of a run without losses."""
@@ -103,9 +105,9 @@ def test_steps_have_the_samples_of_a_run_without_losses(epoch: dict[str, int], c
     world = World(epoch)
 
     def some_die() -> bool:
-        if len(world.dealers) == 1 or random.random() >= chance:
+        if len(world.epochs) == 1 or random.random() >= chance:
             return False
-        lost = set(random.sample(sorted(world.dealers), random.randint(1, len(world.dealers) - 1)))
+        lost = set(random.sample(sorted(world.epochs), random.randint(1, len(world.epochs) - 1)))
         world.lose(lost)
         return True
 
@@ -119,7 +121,7 @@ def test_steps_have_the_samples_of_a_run_without_losses(epoch: dict[str, int], c
         if some_die_ahead(world, random, chance):
             continue
         world.commit()
-        absent = sorted(set(range(epoch["replicas"])) - set(world.dealers))
+        absent = sorted(set(range(epoch["replicas"])) - set(world.epochs))
         if absent and random.random() < 0.5:
             world.join(set(random.sample(absent, random.randint(1, len(absent)))))
     assert world.steps == world.windows()
@@ -128,14 +130,14 @@ def test_steps_have_the_samples_of_a_run_without_losses(epoch: dict[str, int], c
 
 def some_die_ahead(world: World, random: Random, chance: float) -> bool:
     """Let some members complete a step and take the next window, before the others hear of the step, and one dies."""
-    if len(world.dealers) < 3 or world.first.ended or random.random() >= chance:
+    if len(world.epochs) < 3 or world.first.ended or random.random() >= chance:
         return False
-    lost, ahead, *behind = random.sample(sorted(world.dealers), len(world.dealers))
+    lost, ahead, *behind = random.sample(sorted(world.epochs), len(world.epochs))
     for ranks in ((ahead,), (lost, *behind)):  # those behind take the same window, and only then change members
         world.commit(*ranks)
         while True:
             world.take(*ranks)
-            if world.dealers[ranks[0]].closes:
+            if world.epochs[ranks[0]].closes:
                 break
     world.lose({lost})
     return True
@@ -151,51 +153,53 @@ def test_with_all_replicas_present_the_slices_are_the_shares_of_ranks(
     start = min(epoch["start"], total // batch_size)
     batches = BatchSampler(SequentialSampler(range(total)), batch_size, drop_last)
     shards = [BatchSamplerShard(batches, replicas, rank, split) for rank in range(replicas)]
-    dealer = Dealer(
+    elastic = ElasticEpoch(
         **epoch | {"start": start * batch_size, "rounds": shards[0].num_rounds_from(start)}, members=range(replicas)
     )
-    dealt = list(dealer.stream())
+    micro_batches = list(elastic.stream())
     for rank, shard in enumerate(shards):
-        assert [(b.slice_of(rank) % total).tolist() for b in dealt] == list(shard.iterate_from(start))
-    closing = [number for number, batch in enumerate(dealt, start=1) if batch.closes]
-    assert all(number % epoch["rounds_per_window"] == 0 or number == dealer.rounds for number in closing)
+        assert [(b.slice_of(rank) % total).tolist() for b in micro_batches] == list(shard.iterate_from(start))
+    closing = [number for number, batch in enumerate(micro_batches, start=1) if batch.closes]
+    assert all(number % epoch["rounds_per_window"] == 0 or number == elastic.rounds for number in closing)
 
 
-def test_a_lost_share_is_dealt_among_the_rest_before_the_window_closes() -> None:
-    dealer = Dealer(replicas=4, share=6, total=48, start=0, rounds=2, rounds_per_window=1, members=range(4))
-    dealer.take(next(dealer.stream()))
-    assert dealer.closes
-    dealer.change_members([0, 1, 3])
-    assert not dealer.closes, "the step is owed the share of rank 2"
-    lost, *second = dealer.stream()
+def test_a_lost_share_is_assigned_to_the_rest_before_the_window_closes() -> None:
+    elastic = ElasticEpoch(replicas=4, share=6, total=48, start=0, rounds=2, rounds_per_window=1, members=range(4))
+    elastic.take(next(elastic.stream()))
+    assert elastic.closes
+    elastic.change_members([0, 1, 3])
+    assert not elastic.closes, "the step is owed the share of rank 2"
+    lost, *second = elastic.stream()
     assert [lost.slice_of(rank).tolist() for rank in (0, 1, 3)] == [[12, 13], [14, 15], [16, 17]]
     assert [len(batch.slice_of(rank)) for batch in second for rank in (0, 1, 3)] == [4] * 6
     assert [batch.closes for batch in (lost, *second)] == [True, False, True]
 
 
 def test_a_member_without_positions_reads_one_of_another() -> None:
-    dealer = Dealer(replicas=4, share=1, total=4, start=0, rounds=1, rounds_per_window=1, members=range(4))
-    dealer.take(next(dealer.stream()))
-    dealer.change_members([0, 1])
-    (batch,) = dealer.stream()
-    dealer.take(batch)
-    dealer.change_members([0])
-    assert [(b.slice_of(0).tolist(), b.read_by(0).tolist()) for b in dealer.stream()] == [([1], [1]), ([3], [3])]
+    elastic = ElasticEpoch(replicas=4, share=1, total=4, start=0, rounds=1, rounds_per_window=1, members=range(4))
+    elastic.take(next(elastic.stream()))
+    elastic.change_members([0, 1])
+    (batch,) = elastic.stream()
+    elastic.take(batch)
+    elastic.change_members([0])
+    assert [(b.slice_of(0).tolist(), b.read_by(0).tolist()) for b in elastic.stream()] == [([1], [1]), ([3], [3])]
     few = MicroBatch(members=(0, 1, 2), positions=np.array([7]), number=0, of=1, next_round=1)
     assert [few.slice_of(rank).tolist() for rank in range(3)] == [[7], [], []]
     assert [few.read_by(rank).tolist() for rank in range(3)] == [[7], [7], [7]]
 
 
-def test_what_was_committed_is_not_dealt_again() -> None:
-    dealer = Dealer(replicas=2, share=2, total=8, start=0, rounds=2, rounds_per_window=1, members=range(2))
-    dealer.take(next(dealer.stream()))
-    dealer.commit()
-    assert dealer.committed_rounds == 1
-    dealer.change_members([1])
-    assert sorted(chain(*(batch.slice_of(1).tolist() for batch in dealer.stream()))) == [4, 5, 6, 7]
+def test_what_was_committed_is_not_assigned_again() -> None:
+    elastic = ElasticEpoch(replicas=2, share=2, total=8, start=0, rounds=2, rounds_per_window=1, members=range(2))
+    elastic.take(next(elastic.stream()))
+    elastic.commit()
+    assert elastic.committed_rounds == 1
+    elastic.change_members([1])
+    assert sorted(chain(*(batch.slice_of(1).tolist() for batch in elastic.stream()))) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("members", [2, 3, 5, 7])
 def test_a_window_takes_the_fewest_micro_batches(members: int) -> None:
-    dealer = Dealer(replicas=8, share=4, total=1000, start=0, rounds=4, rounds_per_window=4, members=range(members))
-    assert len(list(dealer.stream())) == -(-4 * 8 // members)
+    elastic = ElasticEpoch(
+        replicas=8, share=4, total=1000, start=0, rounds=4, rounds_per_window=4, members=range(members)
+    )
+    assert len(list(elastic.stream())) == -(-4 * 8 // members)

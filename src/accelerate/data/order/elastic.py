@@ -1,10 +1,10 @@
-"""Deal the samples of an epoch out among members that come and go, so that each is trained on exactly once.
+"""Assign the samples of an epoch to members that come and go, so that each is trained on exactly once.
 
-[Note: dealing] A window is what one optimizer step consumes: `rounds_per_window` rounds of `replicas * share`
+[Note: elastic epochs] A window is what one optimizer step consumes: `rounds_per_window` rounds of `replicas * share`
 positions. What is left of a window is one array of positions, in order. With S members present it is cut into the
 fewest micro-batches of S slices that have at most `share` positions each, as evenly as possible. With all replicas
-present these are the slices that they have without dealing. Members that are lost return the positions they took since
-the last step, and the window is dealt again from there; the step therefore has the same samples as with all replicas.
+present these are the slices of a run whose members stay. Members that are lost return the positions they took since the
+last step, and the window is divided again from there; the step therefore has the same samples as with all replicas.
 Everything is computed from the members and from what was taken, so members that made the same calls have the same
 micro-batches.
 """
@@ -25,7 +25,7 @@ class MicroBatch:
 
     members: tuple[int, ...]
     positions: Positions
-    """All positions that were left of the window when it was dealt."""
+    """All positions that were left of the window when it was assigned."""
     number: int
     """Which micro-batch of these positions this is."""
     of: int
@@ -35,7 +35,7 @@ class MicroBatch:
 
     @property
     def closes(self) -> bool:
-        """Return whether it is the last of its window, as far as it was dealt."""
+        """Return whether it is the last of its window, as far as it was assigned."""
         return self.number == self.of - 1
 
     def is_full(self, share: int) -> bool:
@@ -63,8 +63,8 @@ class MicroBatch:
         return chunk * length + min(chunk, longer)
 
 
-class Dealer:
-    """Deal the positions of one epoch's order. See [Note: dealing].
+class ElasticEpoch:
+    """Assign the positions of one epoch to members. See [Note: elastic epochs].
 
     Positions from `total` on are padding of the last round: they stand for the first samples of the order.
 
@@ -72,7 +72,7 @@ class Dealer:
         replicas: The nominal number of members.
         share: Positions of a member in a round of all replicas.
         total: The number of samples in the epoch.
-        start: The first position that is dealt.
+        start: The first position that is assigned.
         rounds: The number of rounds from there on.
         rounds_per_window: Rounds that one optimizer step consumes.
         members: The members present, by nominal rank.
@@ -126,7 +126,7 @@ class Dealer:
         return self.closes and not self._taken
 
     def stream(self) -> Iterator[MicroBatch]:
-        """Yield what comes next, as it is dealt among the present members. Nothing is taken by that."""
+        """Yield what comes next for the present members. Nothing is taken by that."""
         rest, next_round = self._rest, self._next_round
         while True:
             if not len(rest):
@@ -151,7 +151,7 @@ class Dealer:
             self.committed_rounds = min(self._next_round, self.rounds)
 
     def change_members(self, members: Iterable[int]) -> None:
-        """Deal among other members from now on. What lost members took since the last step is dealt again.
+        """Divide what is left among these members from now on, with what lost members took since the last step.
 
         Every remaining member must have taken the same micro-batches since the last step. New members begin at a
         boundary of windows.

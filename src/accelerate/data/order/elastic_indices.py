@@ -1,4 +1,4 @@
-"""The index source of a loader whose samples are dealt out among members that come and go."""
+"""The index source of a loader whose samples are assigned to members that come and go."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ...runtime.loop.random import draw_seed
-from .dealing import Dealer, MicroBatch
+from .elastic import ElasticEpoch, MicroBatch
 from .indices import IndexSource
 from .orders import Order, OrderState, SynchronizedRandomSampler, read_order, sized_sampler
 from .sharding import BatchSamplerShard
 
 
-class DealtIndices(IndexSource):
-    """Yield the indices of this member's slices, from wherever the dealer stands.
+class ElasticIndices(IndexSource):
+    """Yield the indices of this member's slices, from where the epoch stands.
 
     The plain loader reads ahead, so what it reads is planned first and taken when the training loop gets it. A change
     of members makes the plan void: the plain loader is opened again, in the order that the epoch has drawn.
@@ -46,32 +46,32 @@ class DealtIndices(IndexSource):
         """Return one seed of all members' seeds, for a shuffled epoch; None lets the sampler broadcast it."""
         self.first_seed: int | None = None
         """The seed that the run has begun with; part of the position, so that a run that is resumed goes on with it."""
-        self._dealer: Dealer | None = None
+        self._epoch: ElasticEpoch | None = None
         self._order: Order | None = None
         self._has_drawn_end = False
         self._planned: deque[MicroBatch] = deque()
 
     @property
-    def dealer(self) -> Dealer:
-        """Return the dealer of this epoch."""
-        assert self._dealer is not None
-        return self._dealer
+    def epoch(self) -> ElasticEpoch:
+        """Return the epoch that is read."""
+        assert self._epoch is not None
+        return self._epoch
 
-    def begin_epoch(self, dealer: Dealer) -> None:
-        """Deal another epoch, whose order is drawn with its first indices."""
-        self._dealer, self._order, self.current = dealer, None, None
+    def begin_epoch(self, epoch: ElasticEpoch) -> None:
+        """Begin another epoch, whose order is drawn with its first indices."""
+        self._epoch, self._order, self.current = epoch, None, None
         self.is_open, self._has_drawn_end = True, False
         self.renew()
 
     def renew(self) -> None:
-        """Plan again from where the dealer stands, for a plain loader that is about to be opened."""
+        """Plan again from where the epoch stands, for a plain loader that is about to be opened."""
         self._planned = deque()
         self._drawn = None
         self.is_stale = False
 
-    def end_epoch(self, dealer: Dealer) -> None:
-        """End the epoch of a dealer, unless another one has begun."""
-        if self._dealer is dealer:
+    def end_epoch(self, epoch: ElasticEpoch) -> None:
+        """End an epoch, unless another one has begun."""
+        if self._epoch is epoch:
             self.is_open = False
             self._leave_micro_batch()
 
@@ -79,7 +79,7 @@ class DealtIndices(IndexSource):
         """Take the micro-batch whose samples the plain loader has returned."""
         self._leave_micro_batch()
         self.current, self.is_collected = self._planned.popleft(), False
-        self.dealer.take(self.current)
+        self.epoch.take(self.current)
 
     def _leave_micro_batch(self) -> None:
         self.has_local_results |= not self.trains and not self.is_collected
@@ -90,10 +90,10 @@ class DealtIndices(IndexSource):
         self.is_collected, self.has_local_results = True, False
 
     def change_members(self, members: tuple[int, ...]) -> None:
-        """Deal among other members from now on."""
+        """Divide samples among these members from now on."""
         self.members = members
         if self.is_open:
-            self.dealer.change_members(members)
+            self.epoch.change_members(members)
             self.is_stale = True
 
     def reach_window(self) -> None:
@@ -104,13 +104,13 @@ class DealtIndices(IndexSource):
     def _indices(self) -> Iterator[Any]:
         if self._order is None:
             self._order = self._draw_order()
-        order, dealer, planned = self._order, self.dealer, self._planned
-        for batch in dealer.stream():
-            if batch.closes and batch.next_round >= dealer.rounds and not self._has_drawn_end:
+        order, epoch, planned = self._order, self.epoch, self._planned
+        for batch in epoch.stream():
+            if batch.closes and batch.next_round >= epoch.rounds and not self._has_drawn_end:
                 self._has_drawn_end = True
                 order.finish()
             planned.append(batch)
-            yield order.at(batch.read_by(self.rank) % dealer.total).tolist()
+            yield order.at(batch.read_by(self.rank) % epoch.total).tolist()
 
     def _draw_order(self) -> Order:
         key, self.key, self.start = self.key, None, 0

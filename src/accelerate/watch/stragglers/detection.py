@@ -86,35 +86,35 @@ class Window:
         return replace(self, ranks=[names[rank] for rank in self.ranks], finding=finding)
 
 
-class Judge:
+class StragglerDetector:
     """Compare successive windows, and track the current straggler."""
 
     def __init__(self) -> None:
         self.current: Finding | None = None
-        self._judged = (0, -1)
+        self._examined = (0, -1)
         self._slow_for: dict[tuple[int, int], int] = {}
         self._absent_for = 0
 
     def is_pending(self, window: Table) -> bool:
-        """Return whether a window has not been judged yet."""
-        return bool(window[LENGTH]) and self._judged != (window[LENGTH], window[NUMBER])
+        """Return whether a window has not been examined yet."""
+        return bool(window[LENGTH]) and self._examined != (window[LENGTH], window[NUMBER])
 
     def update(self, table: Table) -> Iterator[Window]:
-        """Judge the windows that are new and complete; those of rank 0 determine which there are."""
+        """Examine the windows that are new and complete; those of rank 0 determine which there are."""
         length = int(table[0, -1, LENGTH])
-        if length and length != self._judged[0]:
-            self._judged = length, -1
+        if length and length != self._examined[0]:
+            self._examined = length, -1
         valid = table[:, :, LENGTH] == length if length else np.zeros(table.shape[:2], dtype=bool)
         newest = np.where(valid, table[:, :, NUMBER], -1.0).max(axis=1)
         is_running = newest >= newest[0] - KEPT
         for number in table[0, valid[0], NUMBER]:
-            if number <= self._judged[1]:
+            if number <= self._examined[1]:
                 continue
             found = valid & (table[:, :, NUMBER] == number)
             took_part = found.any(axis=1)
             if (is_running & (newest < number)).any():
                 return  # a rank has not published it yet
-            self._judged = length, int(number)
+            self._examined = length, int(number)
             ranks = np.flatnonzero(took_part)
             rows = table[found].reshape(-1, FIELDS)
             self._track(slow_ranks(ranks, rows))

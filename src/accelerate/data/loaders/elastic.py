@@ -1,4 +1,4 @@
-"""Loaders whose samples can be dealt out among members that come and go."""
+"""Loaders whose samples can be assigned to members that come and go."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ...errors import UnsupportedSettingError
 from ..metrics import PartialRound
-from ..order.dealing import Dealer
-from ..order.dealt import DealtIndices, drawable_sampler
+from ..order.elastic import ElasticEpoch
+from ..order.elastic_indices import ElasticIndices, drawable_sampler
 from ..order.position import Position
 from ..order.sharding import BatchSamplerShard
 from .base import PreparedLoader, generator_restored
 
 
-class DealtLoader(PreparedLoader):
-    """A prepared loader that can read by a dealer. See [Note: dealing] in `data/order/dealing.py`.
+class ElasticLoader(PreparedLoader):
+    """A prepared loader that can read an elastic epoch. See [Note: elastic epochs] in `data/order/elastic.py`.
 
     Members are nominal ranks. Every member calls `change_members` and `commit` at the same place of its training
     loop. The position of such a loader counts what was committed.
@@ -28,14 +28,14 @@ class DealtLoader(PreparedLoader):
     shard: BatchSamplerShard | None
     _presharded: bool
 
-    def enable_dealing(self, members: tuple[int, ...], rank: int) -> None:
-        """Deal samples out among the present members from the next epoch on; refuse where that is not possible."""
-        self._require_dealable()
+    def make_elastic(self, members: tuple[int, ...], rank: int) -> None:
+        """Assign samples to the present members from the next epoch on; refuse where that is not possible."""
+        self._require_elastic_samples()
         shard = self.index_source.samples
-        dealing = DealtIndices(shard, self.order_state, members, rank)
-        self.dealing = self.index_source = dealing
+        indices = ElasticIndices(shard, self.order_state, members, rank)
+        self.elastic = self.index_source = indices
 
-    def _require_dealable(self) -> None:
+    def _require_elastic_samples(self) -> None:
         if isinstance(self.dataset, IterableDataset):
             raise _refused("An iterable data set", "samples of it cannot be read by position.", "Use a map-style one.")
         if self._presharded:
@@ -66,116 +66,116 @@ class DealtLoader(PreparedLoader):
     # --- what the members do together -----------------------------------------------------------------------------
 
     def change_members(self, members: tuple[int, ...]) -> None:
-        """Deal among other members. What lost ones took since the last commit is dealt again, in the same window.
+        """Divide what is left of the window among these members, with what lost ones took since the last commit.
 
         `closes_window` tells whether the open window has more micro-batches now.
         """
-        dealing = self._its_dealing()
-        dealing.change_members(members)
-        if dealing.is_open:
-            self._describe_micro_batch(dealing)
+        indices = self._its_indices()
+        indices.change_members(members)
+        if indices.is_open:
+            self._describe_micro_batch(indices)
 
     def commit(self) -> None:
         """Record that the step was made of the micro-batches since the last commit."""
-        dealing = self._its_dealing()
-        if dealing.is_open:
-            dealing.dealer.commit()
-            self.cursor.batches = self._start + dealing.dealer.committed_rounds * self.batches_per_round
+        indices = self._its_indices()
+        if indices.is_open:
+            indices.epoch.commit()
+            self.cursor.batches = self._start + indices.epoch.committed_rounds * self.batches_per_round
 
     @property
     def weight(self) -> float:
         """Return the samples of this member's micro-batch, as a part of its nominal share."""
-        dealing = self._its_dealing()
-        if dealing.current is None:
+        indices = self._its_indices()
+        if indices.current is None:
             return 1.0
-        return len(dealing.current.slice_of(dealing.rank)) / dealing.dealer.share
+        return len(indices.current.slice_of(indices.rank)) / indices.epoch.share
 
     @property
     def closes_window(self) -> bool:
         """Return whether the micro-batch yielded last is the last of its accumulation window."""
-        dealing = self._its_dealing()
-        return dealing.current is None or dealing.dealer.closes
+        indices = self._its_indices()
+        return indices.current is None or indices.epoch.closes
 
     @property
     def begins_window(self) -> bool:
         """Return whether the micro-batch yielded last is the first since the last commit."""
-        return self._its_dealing().dealer.begins
+        return self._its_indices().epoch.begins
 
-    def _its_dealing(self) -> DealtIndices:
-        assert self.dealing is not None, "enable_dealing() comes first"
-        return self.dealing
+    def _its_indices(self) -> ElasticIndices:
+        assert self.elastic is not None, "make_elastic() comes first"
+        return self.elastic
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def _has_consumed_all(self) -> bool:
-        if self.dealing is None or not self.end_of_dataloader:
+        if self.elastic is None or not self.end_of_dataloader:
             return self.end_of_dataloader
-        return self.dealing.dealer.at_boundary
+        return self.elastic.epoch.at_boundary
 
-    def _dealt_rounds(self, dealing: DealtIndices, resume: Position | None) -> Iterator[Any]:
+    def _elastic_rounds(self, indices: ElasticIndices, resume: Position | None) -> Iterator[Any]:
         place = self._placement()
-        dealer = self._new_dealer(dealing)
-        dealing.begin_epoch(dealer)
+        epoch = self._new_epoch(indices)
+        indices.begin_epoch(epoch)
         batches = self._open(resume)
         try:
-            while not dealer.ended:
-                self._before_micro_batch(dealing)
-                if dealing.is_stale:
+            while not epoch.ended:
+                self._before_micro_batch(indices)
+                if indices.is_stale:
                     del batches  # its workers end before others start
-                    batches = self._open_again(dealing)
+                    batches = self._open_again(indices)
                 batch = next(batches)
-                dealing.take()
-                self._describe_micro_batch(dealing)
+                indices.take()
+                self._describe_micro_batch(indices)
                 self.gradient_state._activate_dataloader(self)
                 yield batch if place is None else place(batch)
             next(batches, None)  # ends its workers
         finally:
-            dealing.end_epoch(dealer)
+            indices.end_epoch(epoch)
 
-    def _new_dealer(self, dealing: DealtIndices) -> Dealer:
+    def _new_epoch(self, indices: ElasticIndices) -> ElasticEpoch:
         shard = self.shard
         assert shard is not None
         assert shard.batch_size is not None
-        return Dealer(
+        return ElasticEpoch(
             replicas=shard.num_processes,
             share=shard.share,
             total=len(shard.sampler),
             start=self._start * shard.batch_size,
             rounds=shard.num_rounds_from(self._start),
             rounds_per_window=self.gradient_state.num_steps,
-            members=dealing.members,
+            members=indices.members,
         )
 
-    def _before_micro_batch(self, dealing: DealtIndices) -> None:
-        if not dealing.trains:
+    def _before_micro_batch(self, indices: ElasticIndices) -> None:
+        if not indices.trains:
             self.commit()
-        elif dealing.current is not None and dealing.dealer.at_boundary:
-            dealing.reach_window()
+        elif indices.current is not None and indices.epoch.at_boundary:
+            indices.reach_window()
 
-    def _open_again(self, dealing: DealtIndices) -> Iterator[Any]:
-        """Open the plain loader where the dealer stands, without a trace in the generators that it draws from."""
-        dealing.renew()
+    def _open_again(self, indices: ElasticIndices) -> Iterator[Any]:
+        """Open the plain loader where the epoch stands, without a trace in the generators that it draws from."""
+        indices.renew()
         with ExitStack() as stack:
             stack.enter_context(generator_restored())
             if isinstance(self.generator, torch.Generator):
                 stack.enter_context(_restored(self.generator))
             return DataLoader.__iter__(self)
 
-    def _describe_micro_batch(self, dealing: DealtIndices) -> None:
+    def _describe_micro_batch(self, indices: ElasticIndices) -> None:
         """Record whether the micro-batch is the last, and how many samples of it each present member has."""
-        dealer, batch = dealing.dealer, dealing.current
-        if self.end_of_dataloader != dealer.ended:  # setting an attribute of a `DataLoader` is slow
-            self.end_of_dataloader = dealer.ended
+        epoch, batch = indices.epoch, indices.current
+        if self.end_of_dataloader != epoch.ended:  # setting an attribute of a `DataLoader` is slow
+            self.end_of_dataloader = epoch.ended
         if self.partial_round is not None:
             self.partial_round = None
-        if batch is None or (batch.is_full(dealer.share) and batch.positions[-1] < dealer.total):
+        if batch is None or (batch.is_full(epoch.share) and batch.positions[-1] < epoch.total):
             return
-        present = [member for member in batch.members if member in dealing.members]
+        present = [member for member in batch.members if member in indices.members]
         rows = [len(batch.read_by(member)) for member in present]
         self.partial_round = PartialRound(
-            counts=[int((batch.slice_of(member) < dealer.total).sum()) for member in present],
-            full=dealer.share,
-            rows=len(batch.read_by(dealing.rank)),
+            counts=[int((batch.slice_of(member) < epoch.total).sum()) for member in present],
+            full=epoch.share,
+            rows=len(batch.read_by(indices.rank)),
             uneven=len(set(rows)) > 1,
             group=self.group,
         )

@@ -1,4 +1,4 @@
-"""Accumulation windows whose samples are dealt out: the gradients of a step are those of a run without losses."""
+"""Accumulation windows whose samples are assigned anew: the gradients of a step are those of a run without losses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.accelerator.accumulation import DealtWindow
-from accelerate.data.order.dealing import MicroBatch
+from accelerate.accelerator.accumulation import ElasticWindow
+from accelerate.data.order.elastic import MicroBatch
 from tests.data.members import Members
 from tests.data.worlds import Data
 
@@ -36,7 +36,7 @@ class OneMember:
                 param.grad *= factor
 
 
-class Window(DealtWindow):
+class Window(ElasticWindow):
     """A window that leaves the division by all items to the test."""
 
     total = 0
@@ -177,8 +177,8 @@ def test_a_member_without_samples_counts_no_items_and_adds_nothing(per_item: boo
     members.begin()
     members.next()
     empty = members.loaders[3]
-    assert empty.dealing is not None
-    empty.dealing.current = MicroBatch(
+    assert empty.elastic is not None
+    empty.elastic.current = MicroBatch(
         members=(0, 3), positions=torch.tensor([7]).numpy(), number=0, of=1, next_round=1
     )
     before, counted = gradient_of(members.models[3]), members.windows[3].total

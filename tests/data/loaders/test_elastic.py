@@ -1,4 +1,4 @@
-"""Loaders whose samples are dealt out among members that come and go."""
+"""Loaders whose samples are assigned to members that come and go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL = pytest.mark.parametrize("data", CASES.values(), ids=CASES)
 @ALL
 def test_without_a_loss_every_member_reads_its_share_of_the_order(data: Data) -> None:
     members = Members(data, 4)
-    dealt = {rank: [] for rank in range(4)}
+    read = {rank: [] for rank in range(4)}
     plain = {rank: [] for rank in range(4)}
     for rank, loader in enumerate(data.world(4)):
         torch.manual_seed(0)
@@ -48,9 +48,9 @@ def test_without_a_loss_every_member_reads_its_share_of_the_order(data: Data) ->
         torch.manual_seed(0)
         own = members.loaders[rank]
         for batch in own:
-            dealt[rank].append((batch.tolist(), own.partial_round is None, own.end_of_dataloader))
+            read[rank].append((batch.tolist(), own.partial_round is None, own.end_of_dataloader))
             own.commit()
-    assert dealt == plain
+    assert read == plain
 
 
 @ALL
@@ -140,37 +140,37 @@ def test_the_own_generator_of_a_sampler_draws_the_same_epochs_after_a_loss() -> 
     for lost in (False, True):
         own = DataLoader(range(12), 2, shuffle=True, generator=torch.Generator().manual_seed(4))
         loader: Any = prepare_data_loader(own, num_processes=2, process_index=0, rng_types=["generator"])
-        loader.enable_dealing((0, 1), 0)
-        loader.dealing.trains = True
+        loader.make_elastic((0, 1), 0)
+        loader.elastic.trains = True
         epochs = []
         for _ in range(3):
             seen: list[int] = []
             for number, batch in enumerate(loader):
                 seen += batch.tolist()
-                if lost and len(loader.dealing.members) == 2 and number == 1:
+                if lost and len(loader.elastic.members) == 2 and number == 1:
                     loader.change_members((0,))
                 if loader.closes_window:
                     loader.commit()
             epochs.append(seen)
             loader.change_members((0, 1))
         orders.append(epochs)
-    for whole, dealt in zip(*orders, strict=True):
-        assert set(whole) <= set(dealt)
+    for whole, divided in zip(*orders, strict=True):
+        assert set(whole) <= set(divided)
     assert orders[0][2] != orders[0][1]
 
 
 @pytest.mark.parametrize("kind", [WeightedRandomSampler, SubsetRandomSampler])
-def test_samplers_that_draw_an_epoch_at_once_are_dealt(kind: Any) -> None:
+def test_samplers_that_draw_an_epoch_at_once_are_read_by_members(kind: Any) -> None:
     epochs = []
-    for dealt in (False, True):
+    for is_elastic in (False, True):
         sampler = kind(range(12), 12) if kind is WeightedRandomSampler else kind(range(12))
         sampler.generator = torch.Generator().manual_seed(4)
         samples = []
         for rank in range(2):
             sampler.generator.manual_seed(4)
             loader: Any = prepare_data_loader(DataLoader(range(12), 3, sampler=sampler), None, 2, rank)
-            if dealt:
-                loader.enable_dealing((0, 1), rank)
+            if is_elastic:
+                loader.make_elastic((0, 1), rank)
             samples.append([batch.tolist() for batch in loader])
         epochs.append(samples)
     assert epochs[0] == epochs[1]
@@ -187,17 +187,17 @@ def test_without_training_a_micro_batch_counts_when_the_next_one_is_asked_for() 
     gathered += members.gather_for_metrics()
     while members.next():
         gathered += members.gather_for_metrics()
-    assert sorted(gathered) == list(range(24)), "only the open micro-batch is dealt again"
+    assert sorted(gathered) == list(range(24)), "only the open micro-batch is read again"
 
 
 def test_the_window_hook_runs_between_windows_of_a_training_loop() -> None:
     members = Members(Data(n=24, batch_size=2), 2, num_steps=2)
     calls: list[int] = []
     loader = members.loaders[0]
-    loader.dealing.before_window = lambda: calls.append(loader.state_dict()["batches"])
+    loader.elastic.before_window = lambda: calls.append(loader.state_dict()["batches"])
     members.train()
     assert calls == [0, 4, 8], "before the epoch and before every later window"
-    loader.dealing.trains = False
+    loader.elastic.trains = False
     members.begin()
     while members.next():
         pass
@@ -217,7 +217,7 @@ def test_members_change_in_the_window_hook() -> None:
     state = members.loaders[0].state_dict()
     replacement = members.add(1, (0, 1, 2))
     for rank in (0, 2):
-        members.loaders[rank].dealing.before_window = lambda rank=rank: members.loaders[rank].change_members((0, 1, 2))
+        members.loaders[rank].elastic.before_window = lambda rank=rank: members.loaders[rank].change_members((0, 1, 2))
     replacement.load_state_dict(state)
     members.iterators[1] = iter(replacement)
     while members.next():
@@ -230,7 +230,7 @@ def test_the_window_hook_before_an_epoch_sees_the_position_of_that_epoch() -> No
     members = Members(Data(n=24, batch_size=2), 2)
     loader = members.loaders[0]
     positions: list[Any] = []
-    loader.dealing.before_window = lambda: positions.append(loader.state_dict())
+    loader.elastic.before_window = lambda: positions.append(loader.state_dict())
     for _ in loader:
         break
     next(iter(loader))
@@ -243,7 +243,7 @@ def test_the_window_hook_before_an_epoch_sees_the_position_of_that_epoch() -> No
 def test_the_seed_of_an_epoch_can_be_agreed_on() -> None:
     members = Members(Data(n=24, batch_size=2, shuffle=True), 2)
     for loader in members.loaders.values():
-        loader.dealing.agree_on_seed = lambda seed: 11
+        loader.elastic.agree_on_seed = lambda seed: 11
     orders = []
     for seed in (1, 2):
         members.steps = []
@@ -279,27 +279,27 @@ def refusals() -> dict[str, tuple[DataLoader[Any], dict[str, Any], str]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", refusals())
-def test_what_cannot_be_dealt_is_refused_by_name(kind: str) -> None:
+def test_what_cannot_be_assigned_is_refused_by_name(kind: str) -> None:
     plain, options, name = refusals()[kind]
     options = {"dispatch_batches": False} | options
     loader = prepare_data_loader(plain, num_processes=1 if kind == "dispatch" else 2, process_index=0, **options)
     with pytest.raises(UnsupportedSettingError, match=name):
-        loader.enable_dealing((0, 1), 0)
-    assert loader.dealing is None
+        loader.make_elastic((0, 1), 0)
+    assert loader.elastic is None
 
 
 def test_windows_over_two_epochs_are_refused_by_name() -> None:
     loader = prepare_data_loader(DataLoader(range(12), 2), num_processes=2, process_index=0)
     loader.gradient_state = GradientState(GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False))
     with pytest.raises(UnsupportedSettingError, match="sync_with_dataloader=False"):
-        loader.enable_dealing((0, 1), 0)
+        loader.make_elastic((0, 1), 0)
 
 
 def test_persistent_workers_read_on_after_a_loss() -> None:
     plain = DataLoader(range(40), 2, sampler=RandomSampler(range(40)), num_workers=2, persistent_workers=True)
     loader: Any = prepare_data_loader(plain, num_processes=2, process_index=0)
-    loader.enable_dealing((0, 1), 0)
-    loader.dealing.trains = True
+    loader.make_elastic((0, 1), 0)
+    loader.elastic.trains = True
     seen: list[int] = []
     for number, batch in enumerate(loader):
         seen += batch.tolist()
