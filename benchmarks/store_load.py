@@ -112,7 +112,7 @@ def _questions(stores: Sequence[Any], pause: float) -> list[float]:
 
 
 def seconds_of_a_round(ranks: int) -> float:
-    """Return how long reports of so many ranks take to be written by one client, read, judged and answered."""
+    """Return how long reports of so many ranks take to be written by one client, read, decided on and answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from accelerate.watch.hangs.verdict import judge

@@ -26,7 +26,7 @@ LOOKS = 200
 def run(rounds: int) -> list[Comparison]:
     """Measure steps, then the store."""
     rows = run_on_two(on_every_rank, rounds)
-    reports = f"the reports of {RANKS:,} stuck ranks, written, read and judged: {seconds_of_a_round(RANKS):.1f} s"
+    reports = f"the reports of {RANKS:,} stuck ranks, written, read and decided on: {seconds_of_a_round(RANKS):.1f} s"
     return [replace(rows[0], notes=[*rows[0].notes, str(load_of_the_store(RANKS)), reports])]
 
 
@@ -109,7 +109,7 @@ def on_every_rank(rounds: int) -> list[Comparison]:
 
 
 def cost_of_a_comparison(watcher: Any, compare_steps: Callable[[], None]) -> float:
-    """Clock a window of steps again and again, tell it, and on rank 0 read and judge what both told."""
+    """Clock a window of steps again and again, tell it, and on rank 0 read and compare what both told."""
     clock, exchange = watcher._clock, watcher._exchange
     taken = []
     for _ in range(LOOKS):

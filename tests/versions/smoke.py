@@ -142,10 +142,13 @@ def import_everything() -> None:
 def find_every_name_of_torch() -> None:
     if missing := symbols.missing():
         raise AssertionError(f"torch {torch.__version__} has no {', '.join(missing)}")
+    caches = symbols.missing_caches()
+    if len(caches) > (4 if torch.__version__.startswith("2.9.") else 2):
+        raise AssertionError(f"torch {torch.__version__} has no {', '.join(caches)}: accelerate/config/meshes.py")
 
 
 def resume_equals_going_on(**options: Any) -> None:
-    """Save in the middle of an epoch; a new model that resumes there goes on as the first one did, bitwise."""
+    """Save in the middle of an epoch; a new model that resumes there goes on bitwise as the first one did."""
     with tempfile.TemporaryDirectory() as own:
         PartialState(cpu=True)
         [folder] = broadcast_object_list([own])

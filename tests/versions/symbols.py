@@ -11,12 +11,14 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 import accelerate
+from accelerate.config.meshes import MESH_CACHES
 
 OF_A_CUDA_BUILD = (
     "torch._C._cuda_hasPrimaryContext",
@@ -84,6 +86,17 @@ def exists(name: str) -> bool:
         except ImportError:
             return False
     return True
+
+
+def missing_caches() -> list[str]:
+    """Return the caches of meshes that are not there. Some are under one name in torch 2.9 and under another later."""
+    found = []
+    for module, path in MESH_CACHES:
+        try:
+            attrgetter(path)(importlib.import_module(module))
+        except (ImportError, AttributeError):
+            found.append(f"{module}: {path}")
+    return found
 
 
 def missing() -> list[str]:

@@ -67,7 +67,7 @@ def world_group_options() -> Iterator[None]:
             setattr(c10d, name, timeout)
 
 
-_CLEARING = (
+MESH_CACHES = (
     ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     ("torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear"),
     ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
@@ -86,6 +86,6 @@ def clear_mesh_caches() -> None:
 
     A new mesh of the same shape compares equal. A cached mesh keeps its groups, and gloo's threads with them.
     """
-    for module, path in _CLEARING:
+    for module, path in MESH_CACHES:
         with suppress(AttributeError):  # not imported, or not in this version of torch
             attrgetter(path)(sys.modules.get(module))()

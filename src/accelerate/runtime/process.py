@@ -89,7 +89,7 @@ def _first_host(process: ProcessInfo) -> str:
         return address
     raise ValueError(
         f"{process.launcher} started {process.world_size} processes on several hosts (this is rank {process.rank}), "
-        "but does not say where they rendezvous: set MASTER_ADDR to a host name or address that every process can "
+        "but does not say where they can connect: set MASTER_ADDR to a host name or address that every process can "
         "reach (mpirun -x MASTER_ADDR=...)."
     )
 

@@ -10,10 +10,10 @@ import linecache
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -304,7 +304,6 @@ def _guard_of_lines(lines: Iterable[tuple[str, int]]) -> str:
     return ""
 
 
-@cache
 def guard_of(file: str, line: int) -> str:
     """Return the innermost condition around a line that tests the rank, as written."""
     for condition in reversed(_conditions(file, line)):
@@ -329,20 +328,40 @@ class _Condition:
 def _conditions(file: str, line: int) -> list[_Condition]:
     """Return the conditions around a line, outermost first."""
     return [
-        _Condition(node.test, node.lineno, bool(node.orelse) and line >= node.orelse[0].lineno)
-        for node in _ifs(file)
-        if node.body[0].lineno <= line <= (node.end_lineno or 0)
+        _Condition(found.test, found.line, found.other is not None and line >= found.other)
+        for found in _ifs("".join(linecache.getlines(file)))
+        if found.body <= line <= found.end
     ]
 
 
-@cache
-def _ifs(file: str) -> list[ast.If]:
+class _If(NamedTuple):
+    """Where an `if` statement stands: its first line, that of its body and of its `else`, and its last line."""
+
+    test: ast.expr
+    line: int
+    body: int
+    other: int | None
+    end: int
+
+
+@lru_cache(maxsize=32)
+def _ifs(source: str) -> list[_If]:
     """Return the `if` statements of a file, outermost first; parsed once, because the watcher asks again and again."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return []
-    return [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return [
+        _If(
+            node.test,
+            node.lineno,
+            node.body[0].lineno,
+            node.orelse[0].lineno if node.orelse else None,
+            node.end_lineno or 0,
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+    ]
 
 
 def _holds_on_one_rank(test: ast.expr) -> bool:

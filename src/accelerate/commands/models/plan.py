@@ -34,7 +34,7 @@ def plan_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = verb_parser(
         subparsers,
         "plan",
-        "Run the first two steps of a script without devices and without data, as ranks of a world of any size. Say "
+        "Run the first two steps of a script on fake tensors, without devices, as ranks of a world of any size. Say "
         "how much memory each rank needs, what is communicated, and how long a step takes.",
     )
     parser.usage = "accelerate plan --gpus 8xH100 [--search] [options of accelerate launch] SCRIPT [ARGUMENTS]"

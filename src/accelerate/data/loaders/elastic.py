@@ -66,7 +66,7 @@ class ElasticLoader(PreparedLoader):
     # --- what the members do together -----------------------------------------------------------------------------
 
     def change_members(self, members: tuple[int, ...]) -> None:
-        """Divide what is left of the window among these members, with what lost ones took since the last commit.
+        """Divide what is left, and what lost members took since the last commit, among these members.
 
         `closes_window` tells whether the open window has more micro-batches now.
         """

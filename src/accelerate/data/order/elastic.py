@@ -151,7 +151,7 @@ class ElasticEpoch:
             self.committed_rounds = min(self._next_round, self.rounds)
 
     def change_members(self, members: Iterable[int]) -> None:
-        """Divide what is left among these members from now on, with what lost members took since the last step.
+        """From now on divide what is left, and what lost members took since the last step, among these members.
 
         Every remaining member must have taken the same micro-batches since the last step. New members begin at a
         boundary of windows.

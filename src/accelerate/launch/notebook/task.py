@@ -127,8 +127,8 @@ class Task:
         """Return the failure that ended the last attempt: the others are its consequences.
 
         `seen` has exit codes that torch reported, by rank: a worker that was killed has written no failure. Those of
-        `unseen` are asked only where all known failures are collateral, because torch ends workers too. None is
-        returned where nothing is known.
+        `unseen` count only where no known failure is a cause, because torch kills workers too. None is returned where
+        nothing is known.
         """
         left = [json.loads(path.read_text()) for path in self.directory.glob("*.failure")]
         last = max((failure["attempt"] for failure in left), default=0)
@@ -147,7 +147,7 @@ class Task:
             return judge(endings, out_of_memory=False)
 
         verdict = verdict_on(codes)
-        if verdict.elsewhere:
+        if verdict.elsewhere or verdict.culprit.diagnosis is not None:  # it waited for another rank
             verdict = verdict_on({**(unseen or {}), **codes})
         first = verdict.culprit
         if first.record is None:

@@ -2,7 +2,7 @@
 
 [Note: a reduction is a transaction] The all-reduce of a bucket works on a copy of the gradients. `.grad` holds what
 this rank has computed until the reductions of all buckets are complete; only then does it become the sum. If a
-replica dies in between, `.grad` is bitwise what it was, and survivors can go on: they add the gradients of the
+replica dies in between, `.grad` is bitwise unchanged, and survivors can go on: they add the gradients of the
 lost samples, bind a new group and reduce again.
 
 For the same reason nothing raises inside a backward pass: an error there would leave `.grad` incomplete. If a reduction

@@ -54,17 +54,14 @@ class _CollectorPause:
     def end(self) -> None:
         self._forks -= 1
         if self._forks == 0:
-            held, self._held = self._held, []
-            self._resume()
-            del held  # last: another thread may fork while process groups are freed
+            if self._was_enabled:
+                gc.enable()
+            self._held = []  # last: another thread may fork while process groups are freed
 
     def end_in_child(self) -> None:
         self._forks = 0  # other threads and their forks exist in the parent only
         _inherited.extend(self._held)
         self._held = []
         gc.freeze()
-        self._resume()
-
-    def _resume(self) -> None:
         if self._was_enabled:
             gc.enable()

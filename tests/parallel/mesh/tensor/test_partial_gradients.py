@@ -251,7 +251,9 @@ class SharedKeys(nn.Module):
 def test_what_would_be_partial_and_whole_at_once_is_refused_by_name() -> None:
     plan = {"query": "colwise", "out": "rowwise"}
     text = torch.zeros(2, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"tokens.weight would get gradients .* meets something split in the model"):
+    with pytest.raises(
+        ValueError, match=r"tokens.weight would get gradients .* is combined with something split in the model"
+    ):
         accelerator(plan).prepare(model(SharedKeys, keys=True))(text)
     with pytest.raises(ValueError, match=r"what comes before would get gradients .* in the model itself"):
         accelerator({**plan, "tokens": "rowwise"}).prepare(model(SharedKeys, keys=True))(text)

@@ -1,4 +1,4 @@
-"""Training with blocks on the host gives what training in memory gives, bitwise."""
+"""Training with blocks on the host is bitwise equal to training in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the kernels that an accelerator would run, while fake tensors are on a CPU.
+"""Choose the kernels that an accelerator would run, while tensors are fake and on a CPU.
 
 Attention, autocast and optimizers take other code paths on a GPU than on a CPU, and these need other amounts of memory.
 """

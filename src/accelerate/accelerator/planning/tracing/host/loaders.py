@@ -58,7 +58,7 @@ def give_fake_batches(recorder: Any, values: Values, batches: Batches, batch_siz
     Batches have `batch_size` samples, if it is given, instead of what the loader gives.
     """
     for name in ("draw_seed", "shared_seed", "initial_seed_of_rank_zero"):
-        setattr(orders, name, lambda: _SEED)  # ranks agree on one by tensors, which have no numbers here
+        setattr(orders, name, lambda: _SEED)  # ranks agree on one by tensors, which are fake here
     already_split._differs_between_ranks = lambda dataset, process_index: False  # nobody else is here to compare with
     plain_init, plain_iter = DataLoader.__init__, DataLoader.__iter__
 

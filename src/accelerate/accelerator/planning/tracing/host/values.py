@@ -105,7 +105,7 @@ class Values:
             self._known[tensor] = numbers
 
     def learn(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Remember results that are known of fake tensors."""
+        """Remember the numbers of fake results where they are known."""
         if function.namespace != "aten":  # a collective may have written other ranks' numbers
             self._forget(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
             return
