@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 import threading
 import time
@@ -98,3 +99,18 @@ def test_the_condition_around_a_line(tmp_path: Path) -> None:
     assert guard_of(str(script), 4) == "`if accelerator.is_main_process:` (line 3)"
     assert guard_of(str(script), 6) == "`else of if accelerator.is_main_process:` (line 3)"
     assert guard_of(str(script), 7) == ""
+
+
+def test_a_thread_that_parses_at_the_same_time_costs_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("if accelerator.is_main_process:\n    accelerator.gather(loss)  # alone\n")
+
+    def as_python_311(*_: object) -> None:
+        raise SystemError("AST constructor recursion depth mismatch (before=39, after=33)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ast, "parse", as_python_311)
+        assert guard_of(str(script), 2) == ""
+    assert guard_of(str(script), 2) == "`if accelerator.is_main_process:` (line 1)"

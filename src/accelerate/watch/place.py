@@ -327,9 +327,13 @@ class _Condition:
 
 def _conditions(file: str, line: int) -> list[_Condition]:
     """Return the conditions around a line, outermost first."""
+    try:
+        ifs = _ifs("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, SystemError):  # Python 3.11 raises the last one where two threads parse at once
+        return []
     return [
         _Condition(found.test, found.line, found.other is not None and line >= found.other)
-        for found in _ifs("".join(linecache.getlines(file)))
+        for found in ifs
         if found.body <= line <= found.end
     ]
 
@@ -347,10 +351,6 @@ class _If(NamedTuple):
 @lru_cache(maxsize=32)
 def _ifs(source: str) -> list[_If]:
     """Return the `if` statements of a file, outermost first; parsed once, because the watcher asks again and again."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return []
     return [
         _If(
             node.test,
@@ -359,7 +359,7 @@ def _ifs(source: str) -> list[_If]:
             node.orelse[0].lineno if node.orelse else None,
             node.end_lineno or 0,
         )
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.If)
     ]
 

@@ -81,6 +81,13 @@ def painted(page: Browser, number: int) -> int:
     return count
 
 
+def drawn(page: Browser, number: int) -> int:
+    """Return the same of a chart in the window, once the page has seen that it is there."""
+    page.wait(f"document.querySelectorAll('.card canvas')[{2 * number}].width > 0")
+    page.settle()
+    return painted(page, number)
+
+
 def press(page: Browser, selector: str) -> None:
     page.run(f"document.querySelector({selector!r}).click()")
     page.settle()
@@ -101,7 +108,7 @@ def test_every_chart_is_there_and_nothing_failed(page: Browser) -> None:
     dataset: dict[str, Any] = page.run("({...document.documentElement.dataset})")
     assert (dataset["charts"], dataset["errors"]) == ("5", "0"), dataset.get("firstError")
     assert texts(page, ".card h3") == ["train/loss", "train/accuracy", "eval/loss", "lr", "throughput (steps/s)"]
-    assert painted(page, 0) > 500
+    assert drawn(page, 0) > 500
     assert texts(page, ".card:first-child .badge")[0] == "2 not finite"
     problems = [event for event in page.events if event["method"] in ("Log.entryAdded", "Runtime.exceptionThrown")]
     assert not problems
@@ -202,7 +209,7 @@ def test_every_axis_scale_and_theme_draws(page: Browser) -> None:
     seen = {before}
     for selector in ("[data-axis=relative]", "[data-axis=wall]", "#log", "#clip", "#theme"):
         press(page, selector)
-        assert painted(page, 0) > 500, selector
+        assert drawn(page, 0) > 500, selector
         seen.add(page.run("document.querySelector('.card canvas').toDataURL()"))
     page.run("(() => { const slider = document.getElementById('smoothing'); slider.value = 0;"
              "slider.dispatchEvent(new Event('input')); })()")  # fmt: skip
@@ -237,12 +244,10 @@ def test_charts_outside_the_window_hold_no_pixels(browser: Browser, tmp_path: Pa
     records = [values(i, **{f"metric{k:02}": i for k in range(40)}) for i in range(5)]
     write_run(tmp_path / "a", start(), *records)
     browser.open(write_page(tmp_path))
-    assert painted(browser, 0) > 100
+    assert drawn(browser, 0) > 100
     assert painted(browser, 39) == 0
     plot(browser, 39)
-    browser.wait("document.querySelectorAll('.card canvas')[78].width > 0")
-    browser.settle()
-    assert painted(browser, 39) > 100
+    assert drawn(browser, 39) > 100
     assert painted(browser, 0) == 0
 
 
@@ -268,10 +273,10 @@ def test_who_left_and_who_joined_is_marked_in_charts_and_listed(browser: Browser
     records = [values(i, **{"train/loss": 1}) for i in range(21)]
     write_run(tmp_path / "run", start(), *records, end(START + 20))
     browser.open(write_page(tmp_path))
-    before = painted(browser, 0)
+    before = drawn(browser, 0)
     (tmp_path / "run" / "replicas.jsonl").write_text(lines(LEFT_AND_JOINED))
     browser.open(write_page(tmp_path))
-    assert painted(browser, 0) > before + 200
+    assert drawn(browser, 0) > before + 200
     browser.mouse("mouseMoved", *at(plot(browser, 0), 4 / 20))
     browser.settle()
     assert texts(browser, "#tooltip .change") == ["rank 2 was killed by SIGKILL; 3 of 4 replicas"]
