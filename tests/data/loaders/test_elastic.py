@@ -87,6 +87,15 @@ def test_a_loss_in_the_last_step_takes_the_end_of_the_epoch_back(n: int) -> None
     assert sorted(set(chain(*members.steps))) == list(range(n))
 
 
+def lose_one_in_the_first_step(members: Members) -> None:
+    members.begin()
+    members.next()
+    members.lose(1)
+    while not members.closes:
+        members.next()
+    members.commit()
+
+
 @pytest.mark.parametrize(
     "data",
     [*CASES.values(), Data(n=20, batch_size=2, shuffle=True, workers=1)],
@@ -96,12 +105,7 @@ def test_a_replacement_goes_on_from_the_position_of_a_member(data: Data) -> None
     replicas = 2 if data.workers else 4
     expected = Members(replace(data, workers=0), replicas).train()
     members = Members(data, replicas)
-    members.begin()
-    members.next()
-    members.lose(1)
-    while not members.closes:
-        members.next()
-    members.commit()
+    lose_one_in_the_first_step(members)
     members.join(1)
     while members.next():
         if members.closes:
@@ -208,12 +212,7 @@ def test_members_change_in_the_window_hook() -> None:
     data = Data(n=24, batch_size=2, shuffle=True)
     expected = Members(data, 3).train()
     members = Members(data, 3)
-    members.begin()
-    members.next()
-    members.lose(1)
-    while not members.closes:
-        members.next()
-    members.commit()
+    lose_one_in_the_first_step(members)
     state = members.loaders[0].state_dict()
     replacement = members.add(1, (0, 1, 2))
     for rank in (0, 2):

@@ -43,6 +43,12 @@ def own_tracker(calls: list[Any]) -> Any:
     return Memory("run")
 
 
+def end_training(accelerator: Any) -> None:
+    """End it on all ranks at once: the group is closed, which would break a rank that is still connecting."""
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 @script("one", "two")
 def tracker_of_ones_own(observe: Observer) -> None:
     from accelerate import Accelerator
@@ -57,8 +63,7 @@ def tracker_of_ones_own(observe: Observer) -> None:
         observe(
             client=accelerator.get_tracker("memory").tracker, unwrapped=accelerator.get_tracker("memory", unwrap=True)
         )
-    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
-    accelerator.end_training()
+    end_training(accelerator)
     observe(calls=calls, trackers=len(accelerator.trackers))
 
 
@@ -70,8 +75,7 @@ def tracker_of_another_rank(observe: Observer) -> None:
     accelerator = Accelerator(log_with=[own_tracker(calls)])
     accelerator.init_trackers("project")
     observe.raises("unknown name", accelerator.get_tracker, "nonsense")
-    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
-    accelerator.end_training()
+    end_training(accelerator)
     observe(calls=calls)
 
 
@@ -92,8 +96,7 @@ def no_tracker(observe: Observer) -> None:
     accelerator = Accelerator()
     accelerator.init_trackers("project", config={"lr": 1})
     accelerator.log({"loss": 1.0}, step=0)
-    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
-    accelerator.end_training()
+    end_training(accelerator)
     observe(trackers=accelerator.trackers, log_with=accelerator.log_with)
 
 
@@ -109,8 +112,7 @@ def tensorboard_scalars(observe: Observer) -> None:
     accelerator.init_trackers("project", config={"lr": 0.1, "name": "x"})
     for step in range(3):
         accelerator.log({"loss": 1.0 / (step + 1), "text": "word", "many": {"a": step}}, step=step)
-    accelerator.wait_for_everyone()  # it closes the group, which would break a rank that is still connecting
-    accelerator.end_training()
+    end_training(accelerator)
     if not accelerator.is_main_process:
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

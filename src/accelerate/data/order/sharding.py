@@ -164,20 +164,20 @@ class BatchSamplerShard(BatchSampler):
     def _round_robin_stream(self, start: int) -> Iterator[list[Any]]:
         head: list[list[Any]] = []  # the batches of the first round, to pad the last
         held: list[list[Any]] = []  # the last complete round, until it is known not to be the last
-        round_: list[list[Any]] = []
+        current: list[list[Any]] = []
         for index, batch in enumerate(self.batch_sampler):
             if index < self.num_processes:
                 head.append(batch)
             if index < start:
                 continue
-            round_.append(batch)
-            if len(round_) == self.num_processes:
+            current.append(batch)
+            if len(current) == self.num_processes:
                 if held:
                     yield held[self.process_index]
-                held, round_ = round_, []
-        if round_ and held:
+                held, current = current, []
+        if current and held:
             yield held[self.process_index]
-        yield from self._last_round(round_ or held, head)
+        yield from self._last_round(current or held, head)
 
     def _last_round(self, batches: list[list[Any]], head: list[list[Any]]) -> Iterator[list[Any]]:
         complete = len(batches) == self.num_processes
