@@ -1,4 +1,4 @@
-"""The store of `accelerate launch --survive` with thousands of members, in health and when one of them is lost.
+"""The store of `meshwright launch --survive` with thousands of members, in health and when one of them is lost.
 
     python -m benchmarks.agreement                    10, 100 and 1,250 members
     python -m benchmarks.agreement 8000 --machines 1000
@@ -146,8 +146,8 @@ def _total(pipes: Sequence[Connection]) -> Counts:
 
 def _counting() -> list[Counts]:
     """Count the requests of every connection that the library makes from now on."""
-    from accelerate.launch.processes.elastic import heartbeat, membership
-    from accelerate.runtime.membership import events, member
+    from meshwright.launch.processes.elastic import heartbeat, membership
+    from meshwright.runtime.membership import events, member
 
     made: list[Counts] = []
     connect = events.connect
@@ -165,8 +165,8 @@ def _store(pipe: Connection, members: int, machines: int) -> None:
     """Be the launcher of machine 0, which hosts the store."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from accelerate.launch.processes.elastic.heartbeat import LauncherHeartbeat
-    from accelerate.launch.processes.elastic.membership import Membership
+    from meshwright.launch.processes.elastic.heartbeat import LauncherHeartbeat
+    from meshwright.launch.processes.elastic.membership import Membership
 
     counts = _counting()
     membership = Membership(HashStore(), is_host=True, host="127.0.0.1", replicas=members)
@@ -200,7 +200,7 @@ def _machine(number: int, members: int, machines: int) -> dict[str, int]:
 
 
 def _members(pipe: Connection, address: str, ranks: list[int], members: int, machines: int) -> None:
-    from accelerate.runtime.membership.member import Member
+    from meshwright.runtime.membership.member import Member
 
     _hold_many_threads()
     counts = _counting()
@@ -240,9 +240,9 @@ def _members(pipe: Connection, address: str, ranks: list[int], members: int, mac
 def _launchers(pipe: Connection, address: str, numbers: list[int], members: int, machines: int) -> None:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from accelerate.launch.processes.elastic import membership, surviving
-    from accelerate.launch.processes.elastic.heartbeat import LauncherHeartbeat
-    from accelerate.runtime.membership.heartbeat import pause
+    from meshwright.launch.processes.elastic import membership, surviving
+    from meshwright.launch.processes.elastic.heartbeat import LauncherHeartbeat
+    from meshwright.runtime.membership.heartbeat import pause
 
     _hold_many_threads()
     counts = _counting()

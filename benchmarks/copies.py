@@ -24,7 +24,7 @@ from .task import WIDTH, loader, loss_of, model
 ROUNDS_PER_COPY = 25
 LAYERS, HIDDEN, BATCH_SIZE = 16, 1024, 256
 NEVER = 1 << 40
-EVERY, DIRECTORY = "ACCELERATE_MEMORY_COPIES_EVERY", "ACCELERATE_MEMORY_COPIES_DIR"
+EVERY, DIRECTORY = "MESHWRIGHT_MEMORY_COPIES_EVERY", "MESHWRIGHT_MEMORY_COPIES_DIR"
 
 
 def run(rounds: int) -> list[Comparison]:
@@ -45,7 +45,7 @@ class Training:
     """A prepared training; with `every`, copies are made in a folder."""
 
     def __init__(self, net: nn.Module, data: DataLoader[Any], every: int | None, folder: Path) -> None:
-        from accelerate import Accelerator
+        from meshwright import Accelerator
 
         settings = {} if every is None else {EVERY: str(every), DIRECTORY: str(folder)}
         os.environ.update(settings)
@@ -103,7 +103,7 @@ def copies(folder: Path, disk: Path, times: int) -> list[Comparison]:
 
 
 def _loads(training: Training, disk: Path) -> tuple[float, float]:
-    from accelerate.checkpoint.commit.recall import recall
+    from meshwright.checkpoint.commit.recall import recall
 
     copies = training.accelerator.checkpointer.copies
     assert copies is not None

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import AdamW
 
-from accelerate.config.packages import has_package
-from accelerate.utils import DeepSpeedPlugin
+from meshwright import DeepSpeedPlugin
+from meshwright.config.packages import has_package
 
 from .contenders.accelerate import steps as our_steps
 from .contenders.bare import my_share
@@ -54,8 +54,8 @@ def config(stage: int) -> dict[str, Any]:
 def bare_step(stage: int) -> Iterator[None]:
     import deepspeed
 
-    from accelerate.parallel.deepspeed.strategy import load_deepspeed
-    from accelerate.runtime.group.runtime import Runtime
+    from meshwright.parallel.deepspeed.strategy import load_deepspeed
+    from meshwright.runtime.group.runtime import Runtime
 
     load_deepspeed(Runtime.start(cpu=True))  # without the operation that DeepSpeed would compile first
     net = blocks()

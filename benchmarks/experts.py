@@ -136,7 +136,7 @@ def steps_by_hand() -> Iterator[None]:
 
 
 def our_step() -> Iterator[None]:
-    from accelerate import ParallelismConfig
+    from meshwright import ParallelismConfig
 
     net = model()
     mesh = ParallelismConfig(dp_shard_size=WORLD_SIZE, ep_size=WORLD_SIZE, ep_plan={"0.*.experts": "experts"})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import SGD
 
-from accelerate import Accelerator, tracking
+from meshwright import Accelerator, tracking
 
 from .interleave import Comparison, compare, timed
 from .task import loader, loss_of, model
@@ -47,9 +47,9 @@ def run(rounds: int) -> list[Comparison]:
 @contextmanager
 def _failures_expected() -> Iterator[None]:
     """Do not wait for the tracker that blocks, nor hear of those that fail; afterwards all is as before."""
-    from accelerate.tracking import writer
+    from meshwright.tracking import writer
 
-    log = logging.getLogger("accelerate.tracking")
+    log = logging.getLogger("meshwright.tracking")
     before = writer.SECONDS_TO_FINISH, log.level
     writer.SECONDS_TO_FINISH = 0.1
     log.setLevel(logging.ERROR)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch.optim import SGD
 
-from accelerate.runtime import phases
-from accelerate.state import GradientState
+from meshwright import GradientState
+from meshwright.runtime import phases
 
 from .contenders.accelerate import steps as our_steps
 from .interleave import Comparison, Lap, compare, timed

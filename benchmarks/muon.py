@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalised
 
-from accelerate import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import FullyShardedDataParallelPlugin, ParallelismConfig
 
 from .contenders.accelerate import accelerator
 from .interleave import Comparison, compare, timed

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate import disk_offload, init_empty_weights, load_checkpoint_in_model
+from meshwright import disk_offload, init_empty_weights, load_checkpoint_in_model
 
 from .interleave import Comparison
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from accelerate import Accelerator
-from accelerate.config.packages import has_package
+from meshwright import Accelerator
+from meshwright.config.packages import has_package
 
 from .interleave import Comparison, compare, timed
 from .processes import run_on

@@ -24,12 +24,12 @@ WORKERS = 2
 
 def with_ours(file: str) -> None:
     """Run the first collective under `ray_launcher`."""
-    from accelerate.launchers import ray_launcher
+    from meshwright import ray_launcher
 
     def work(file: str) -> None:
         import torch
 
-        from accelerate import Accelerator
+        from meshwright import Accelerator
 
         accelerator = Accelerator()
         assert accelerator.reduce(torch.ones(1)).item() == WORKERS

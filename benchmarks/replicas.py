@@ -49,7 +49,7 @@ def row_of_comparison(which: str, make: Callable[[], nn.Module], rounds: int) ->
 
 
 def lap_of_comparison(net: nn.Module) -> Lap:
-    from accelerate.parallel.replicas.checksums import PeriodicComparison, require_equal_replicas
+    from meshwright.parallel.replicas.checksums import PeriodicComparison, require_equal_replicas
 
     optimizer, ranks = SGD(net.parameters(), 1e-3), range(dist.get_world_size())
     comparison = PeriodicComparison(1, lambda: require_equal_replicas([net], ranks, None, torch.device("cpu")))
@@ -73,7 +73,7 @@ def lap_of_reducer(net: nn.Module) -> Lap:
 
 def reduced_steps(net: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Train for ever; yield after every step."""
-    from accelerate.parallel.replicas.reducer import GradientReducer
+    from meshwright.parallel.replicas.reducer import GradientReducer
 
     reducer = GradientReducer(net.parameters())
     reducer.bind(None, dist.get_world_size())

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from accelerate import Accelerator, ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig
 
 from .interleave import Comparison, compare, timed
 from .processes import WORLD_SIZE, run_on_two

@@ -91,7 +91,7 @@ def _serve(pipe: Connection) -> None:
 def _ask(port: int, ranks: int, share: int, pipe: Connection) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from accelerate.watch.hangs.watcher import POLL_SECONDS, RANKS_PER_SECOND
+    from meshwright.watch.hangs.watcher import POLL_SECONDS, RANKS_PER_SECOND
 
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(share)]
     pipe.send("connected")
@@ -115,9 +115,9 @@ def seconds_of_a_round(ranks: int) -> float:
     """Return how long reports of so many ranks take to be written by one client, read, decided on and answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from accelerate.watch.hangs.verdict import judge
-    from accelerate.watch.place import COLLECTIVE, Place
-    from accelerate.watch.reports import Report
+    from meshwright.watch.hangs.verdict import judge
+    from meshwright.watch.place import COLLECTIVE, Place
+    from meshwright.watch.reports import Report
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""A step under `accelerate launch --survive`, and one of the same script without the option, on 2 and 4 processes.
+"""A step under `meshwright launch --survive`, and one of the same script without the option, on 2 and 4 processes.
 
 Both are launched and stay there; they take turns through a store, so that other load on the machine affects both.
 """
@@ -51,7 +51,7 @@ def launched(size: str, processes: int, *options: str) -> Iterator[Lap]:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", *options]
+    command = [sys.executable, "-m", "meshwright", "launch", "--cpu", *options]
     command += ["--num_processes", str(processes), "--module", "benchmarks.survive", size]
     said = TemporaryFile()  # noqa: SIM115
     launcher = Popen(command, env=variables, stdout=said, stderr=STDOUT)
@@ -86,16 +86,16 @@ def train(size: str) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.optim import SGD
 
-    from accelerate import Accelerator
     from benchmarks.replicas import large_model
     from benchmarks.task import loader, loss_of, model
+    from meshwright import Accelerator
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", int(os.environ[_STORE]), wait_for_workers=False, timeout=_SECONDS)
     accelerator = Accelerator(cpu=True)
     net = model() if size == "small" else large_model()
     net, optimizer, batches = accelerator.prepare(net, SGD(net.parameters(), 1e-3), loader())
-    if "ACCELERATE_MEMBERSHIP_STORE" in os.environ:
+    if "MESHWRIGHT_MEMBERSHIP_STORE" in os.environ:
         accelerator.resume()
 
     def steps() -> Iterator[None]:

@@ -21,8 +21,12 @@ REPOSITORY = Path(__file__).parents[1]
 VENVS = REPOSITORY / ".benchmarks"
 BASE = ("torch==2.13.0", "numpy")
 CONTENDERS: dict[str, tuple[str, ...]] = {
-    "ours": ("--editable", str(REPOSITORY)),
-    "accelerate": ("accelerate==1.15.*",),
+    "ours": ("--editable", str(REPOSITORY), "--editable", str(REPOSITORY / "dropin")),
+    # Also where the drop-in distribution of the same name and version can be seen.
+    "accelerate": (
+        *("--ignore-installed", "--require-hashes", "--no-deps"),
+        *("--requirement", str(REPOSITORY / ".ci/locks/reference.txt")),
+    ),
     "fabric": ("lightning-fabric==2.6.*", "click"),
     "ray": ("ray[train]==2.60.*",),
 }

@@ -31,8 +31,8 @@ def run(rounds: int) -> list[Comparison]:
 
 
 def on_every_rank(rounds: int) -> list[Comparison]:
-    from accelerate import PartialState, watch
-    from accelerate.runtime import phases
+    from meshwright import PartialState, watch
+    from meshwright.runtime import phases
 
     PartialState()  # starts the watcher
     watcher: Any = watch._running

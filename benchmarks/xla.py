@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.optim import AdamW
 
-from accelerate import Accelerator
 from accelerate.utils import is_torch_xla_available
+from meshwright import Accelerator
 
 from .interleave import Comparison, compare, timed
 from .task import loader, loss_of, model

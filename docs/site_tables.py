@@ -19,14 +19,14 @@ SOURCES = DOCS.parent / "src"
 if str(SOURCES) not in sys.path:
     sys.path.insert(0, str(SOURCES))
 
-from accelerate.commands.launch import launch_command_parser  # noqa: E402
-from accelerate.config.launch.options import BY_NAME, Option  # noqa: E402
-from accelerate.launch.processes import verdict as launcher  # noqa: E402
-from accelerate.runtime import phases  # noqa: E402
-from accelerate.watch.hangs.verdict import Absence, judge  # noqa: E402
-from accelerate.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402
-from accelerate.watch.reports import Report  # noqa: E402
-from accelerate.watch.stragglers.detection import Finding  # noqa: E402
+from meshwright.commands.launch import launch_command_parser  # noqa: E402
+from meshwright.config.launch.options import BY_NAME, Option  # noqa: E402
+from meshwright.launch.processes import verdict as launcher  # noqa: E402
+from meshwright.runtime import phases  # noqa: E402
+from meshwright.watch.hangs.verdict import Absence, judge  # noqa: E402
+from meshwright.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402
+from meshwright.watch.reports import Report  # noqa: E402
+from meshwright.watch.stragglers.detection import Finding  # noqa: E402
 
 _PART = re.compile(
     r"(?P<begin><!-- made: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
@@ -79,7 +79,7 @@ def _table_of_options(title: str, actions: Iterable[argparse.Action]) -> str:
 def _row(action: argparse.Action, option: Option | None) -> str:
     flags = [
         flag for flag in action.option_strings if "_" in flag or "-" not in flag[2:]
-    ] or [action.dest]
+    ] or [str(action.metavar)]
     word = f" {action.metavar}" if action.metavar and action.option_strings else ""
     what = (action.help or "").replace("%%", "%")
     if action.choices:
@@ -244,7 +244,7 @@ NOTICES: list[_Situation] = [
     ),
     (
         "All ranks are in the same call",
-        "Look at the network: interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), firewall, cables. `accelerate "
+        "Look at the network: interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), firewall, cables. `meshwright "
         "test` tries it without your script.",
         lambda: _said(_in_gather(0), _in_gather(1)),
     ),
@@ -259,7 +259,7 @@ NOTICES: list[_Situation] = [
     (
         "A rank is slow",
         "Look at that rank in the phase that is named: its disk and data workers for data, its device and other "
-        "programs for the rest. `accelerate watch` shows all ranks.",
+        "programs for the rest. `meshwright watch` shows all ranks.",
         lambda: str(
             Finding(rank=2, phase=phases.DATA, seconds=0.13, usual=0.1, cost=0.23)
         ),
@@ -337,7 +337,7 @@ def _table(left: str, right: str, rows: Iterable[tuple[str, str]]) -> str:
 
 def exceptions() -> Iterator[tuple[str, str, str]]:
     """Yield module, name and docstring of every exception and warning of the package."""
-    for file in sorted((SOURCES / "accelerate").rglob("*.py")):
+    for file in sorted((SOURCES / "meshwright").rglob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and re.fullmatch(
                 r"[A-Z]\w*(Error|Exception|Warning)", node.name
@@ -351,7 +351,7 @@ def exceptions() -> Iterator[tuple[str, str, str]]:
 def error_classes() -> str:
     """Return an entry for every exception."""
     entries = sorted(
-        exceptions(), key=lambda each: (each[0] != "accelerate.errors", each[1])
+        exceptions(), key=lambda each: (each[0] != "meshwright.errors", each[1])
     )
     return "\n\n".join(
         f"### `{name}`\n\n`{module}.{name}`. {text}" for module, name, text in entries

@@ -1,6 +1,6 @@
 """Train with batches that do not fit in memory: four micro-batches give the weights that one large batch gives.
 
-    accelerate launch --cpu --num_processes 2 examples/accumulation.py
+    meshwright launch --cpu --num_processes 2 examples/accumulation.py
 
 Inside `accumulate`, `step` and `zero_grad` wait until a window of micro-batches is complete, `backward` divides each
 loss by their number, and processes exchange gradients once per window. The same network is trained twice, on batches of
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 def train(digits: TensorDataset, batch_size: int, window: int, epochs: int) -> Tensor:

@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 def digits_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:

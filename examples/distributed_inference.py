@@ -1,6 +1,6 @@
 """Answer many questions on several processes, with a model that is larger than the memory it is given.
 
-    accelerate launch --cpu --num_processes 2 examples/distributed_inference.py
+    meshwright launch --cpu --num_processes 2 examples/distributed_inference.py
 
 `split_between_processes` gives every process its share of the questions, and `gather_object` brings the answers back in
 order, each once. The weights are loaded by a device map: the second half of the layers stays on disk, and each is read
@@ -12,8 +12,7 @@ import argparse
 import torch
 from torch import nn
 
-from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.utils import gather_object, set_seed
+from meshwright import Accelerator, gather_object, init_empty_weights, load_checkpoint_and_dispatch, set_seed
 
 LAYERS, WIDTH = 8, 256
 

@@ -1,6 +1,6 @@
 """Stop all processes when one of them says so, and keep the best model.
 
-    accelerate launch --cpu --num_processes 2 examples/early_stop.py
+    meshwright launch --cpu --num_processes 2 examples/early_stop.py
 
 A `break` on one process alone would leave the others waiting for it. `set_trigger` on any process makes `check_trigger`
 true on all of them, at the same step. Training stops after two epochs without progress, long before the limit of 40,
@@ -14,8 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.utils import set_seed
+from meshwright import Accelerator, load_checkpoint_in_model, set_seed
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Experts that are spread over the processes: tokens travel to them, and every process keeps its own samples.
 
     python examples/experts.py
-    accelerate launch --cpu --num_processes 2 examples/experts.py
+    meshwright launch --cpu --num_processes 2 examples/experts.py
 
 Eight experts learn eight different functions, and a router learns which token needs which. On two processes each holds
 four of them. The printed imbalance is the load of the busiest expert over the mean load: 1 is even.
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, ParallelismConfig, PartialState
-from accelerate.utils import set_seed
+from meshwright import Accelerator, ParallelismConfig, PartialState, set_seed
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 16
 

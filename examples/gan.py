@@ -1,6 +1,6 @@
 """Train two models against each other: a generator of points on a ring, and a critic that tells them from real ones.
 
-    accelerate launch --cpu --num_processes 2 examples/gan.py
+    meshwright launch --cpu --num_processes 2 examples/gan.py
 
 Both models and both optimizers are prepared in one call, and each is stepped by itself. `device_specific=True` gives
 every process random numbers of its own, so that two of them make different points. After 600 steps the points lie 0.07
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 def ring(num_points: int) -> Tensor:

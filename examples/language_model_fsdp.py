@@ -1,6 +1,6 @@
 """Train a small transformer on text with FSDP2: each process holds a share of the weights, gradients and moments.
 
-    accelerate launch --cpu --num_processes 2 --use_fsdp --fsdp_version 2 examples/language_model_fsdp.py
+    meshwright launch --cpu --num_processes 2 --use_fsdp --fsdp_version 2 examples/language_model_fsdp.py
     python examples/language_model_fsdp.py          # the same on one process
 
 The text is Python's own help, which ships with it, letter by letter. 80 steps take the loss per letter from 4.9 to
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.utils import set_seed
+from meshwright import Accelerator, load_checkpoint_in_model, set_seed
 
 
 class Text(Dataset):

@@ -1,6 +1,6 @@
 """Measure on several processes as on one: every sample counts, and counts once.
 
-    accelerate launch --cpu --num_processes 2 examples/metrics.py
+    meshwright launch --cpu --num_processes 2 examples/metrics.py
 
 359 digits cannot be divided evenly, so a few are handed out twice to keep the processes in step. `gather` returns
 them all; `gather_for_metrics` drops the repeated ones, and keeps the order of the data. So the confusion matrix and
@@ -15,8 +15,7 @@ from sklearn.metrics import confusion_matrix, f1_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 def main(args: argparse.Namespace) -> None:

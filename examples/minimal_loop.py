@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator, DataLoaderConfiguration  # 1
+from meshwright import Accelerator, DataLoaderConfiguration  # 1
 
 torch.manual_seed(0)
 pixels, labels = load_digits(return_X_y=True)

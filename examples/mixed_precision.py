@@ -1,7 +1,7 @@
 """Train in fp16 or bf16: layers compute in 16 bits, weights stay in 32, and small gradients are kept from vanishing.
 
-    accelerate launch --cpu --num_processes 2 examples/mixed_precision.py --mixed_precision fp16
-    accelerate launch --cpu --num_processes 2 examples/mixed_precision.py --mixed_precision bf16
+    meshwright launch --cpu --num_processes 2 examples/mixed_precision.py --mixed_precision fp16
+    meshwright launch --cpu --num_processes 2 examples/mixed_precision.py --mixed_precision bf16
 
 Nothing in the loop changes. In fp16 `backward` multiplies the loss by a scale, and `step` divides the gradients by it;
 where they overflowed, the step is skipped and the scale halved. It begins far too large here, to show that. bf16 needs
@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator
-from accelerate.utils import GradScalerKwargs, set_seed
+from meshwright import Accelerator, GradScalerKwargs, set_seed
 
 
 def main(args: argparse.Namespace) -> None:

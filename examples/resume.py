@@ -1,6 +1,6 @@
 """Train, be killed, type the same command again, and end where an uninterrupted run ends.
 
-    accelerate launch --cpu --num_processes 2 examples/resume.py
+    meshwright launch --cpu --num_processes 2 examples/resume.py
     # Kill it whenever you like (Ctrl-C, kill -9, a power cut), and start it again.
 
 A checkpoint is committed after every 20 steps, and the two newest are kept. `resume()` loads the newest that is whole,
@@ -18,8 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from meshwright import Accelerator, ProjectConfiguration, set_seed
 
 
 class Progress:

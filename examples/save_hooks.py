@@ -1,6 +1,6 @@
 """Save only what you need, in your own format: a frozen backbone stays out of the checkpoint, the head goes in.
 
-    accelerate launch --cpu --num_processes 2 examples/save_hooks.py
+    meshwright launch --cpu --num_processes 2 examples/save_hooks.py
 
 The hooks get the models and the folder. What a hook takes out of the list of weights (saving) or of models (loading)
 is its own to write and read; optimizer, loaders and generators are saved as ever. The checkpoint holds 2,570 of 85,002
@@ -17,8 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 class Classifier(nn.Module):

@@ -1,7 +1,7 @@
 """Train without a learning-rate schedule: a schedule-free optimizer averages the weights instead.
 
     pip install schedulefree
-    accelerate launch --cpu --num_processes 2 examples/schedule_free.py
+    meshwright launch --cpu --num_processes 2 examples/schedule_free.py
 
 Such an optimizer has two sets of weights: those where gradients are taken, and an average, which is what you want in
 the end. `optimizer.train()` and `optimizer.eval()` put one or the other into the model. Call them on the prepared
@@ -16,8 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:

@@ -19,8 +19,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 
 VOCABULARY, PADDING = 32, -1
 

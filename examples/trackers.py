@@ -1,7 +1,7 @@
 """Log a run without an account, and look at it in a browser or in the terminal.
 
-    accelerate launch --cpu --num_processes 2 examples/trackers.py
-    accelerate report runs/trackers                # writes a page; --live draws in the terminal
+    meshwright launch --cpu --num_processes 2 examples/trackers.py
+    meshwright report runs/trackers                # writes a page; --live draws in the terminal
 
 `log_with` takes names (jsonl, tensorboard, wandb, mlflow, ...), several of them, or objects of your own, like the one
 here that keeps the best value. `reduce="mean"` averages over the processes before it is logged. The lowest loss of
@@ -16,9 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, on_main_process
-from accelerate.utils import set_seed
+from meshwright import Accelerator, GeneralTracker, on_main_process, set_seed
 
 
 class Best(GeneralTracker):

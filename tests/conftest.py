@@ -13,12 +13,19 @@ import hypothesis
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from accelerate.config import environment
+from meshwright.config import environment
 from tests.ranks import close_pools
 from tests.ranks.worker import forget_everything
 from tests.sizes import PROFILE
 
 TESTS = Path(__file__).parent
+
+
+def pytest_runtest_setup() -> None:
+    """Forget the name by which a test before called the command."""
+    os.environ.pop("MESHWRIGHT_PROGRAM", None)
+
+
 LONGEST_FIRST = [
     TESTS / path
     for path in (

@@ -1,4 +1,4 @@
-"""Start a script as its user would: with python, torchrun or `accelerate launch`."""
+"""Start a script as its user would: with python, torchrun or `meshwright launch`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def end_holders(*pipes: IO[str] | None) -> str:
     return "\nits output was kept open by:\n" + "\n".join(held)
 
 
-COMMAND = Path(sys.executable).with_name("accelerate")
+COMMAND = Path(sys.executable).with_name("meshwright")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How much the tests do: bounded in the gate, in full size at night (`ACCELERATE_TEST_PROFILE=nightly`)."""
+"""How much the tests do: bounded in the gate, in full size at night (`MESHWRIGHT_TEST_PROFILE=nightly`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 Size = TypeVar("Size")
 
-PROFILE = os.environ.get("ACCELERATE_TEST_PROFILE", "gate")
+PROFILE = os.environ.get("MESHWRIGHT_TEST_PROFILE", "gate")
 if PROFILE not in ("gate", "nightly"):
-    raise ValueError(f"ACCELERATE_TEST_PROFILE={PROFILE}: expected gate or nightly")
+    raise ValueError(f"MESHWRIGHT_TEST_PROFILE={PROFILE}: expected gate or nightly")
 
 
 def sized(*, gate: Size, nightly: Size) -> Size:

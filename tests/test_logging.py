@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate import PartialState
-from accelerate.logging import MultiProcessAdapter, get_logger
+from meshwright import PartialState, get_logger
+from meshwright.logging import MultiProcessAdapter
 from tests.ranks import ranks, run_on_ranks
 
 

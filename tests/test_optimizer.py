@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
-from accelerate import Accelerator, GradScalerKwargs
-from accelerate.errors import UnsupportedSettingError
-from accelerate.optimizer import AcceleratedOptimizer
+from meshwright import AcceleratedOptimizer, Accelerator, GradScalerKwargs, dispatch_model
+from meshwright.errors import UnsupportedSettingError
 from tests.training import loss_of, make_data, make_model
 
 HUGE = 2.0**40  # a loss scale at which fp16 gradients overflow
@@ -213,3 +213,12 @@ def test_an_optimizer_that_steps_inside_the_backward_pass_with_a_stand_in_for_lo
     other.prepare(torch.optim.SGD(make_model().parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"is for LOMO optimizers, .* none was given"):
         other.backward(loss_of(alone, make_data(4)[:]), learning_rate=0.1)
+
+
+def test_an_optimizer_of_weights_that_a_device_map_keeps_on_disk_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model = dispatch_model(model, {"0": "cpu", "1": "disk"}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    with pytest.raises(ValueError, match=r"train 2 weights that .* on the host or on disk \(1\.weight, 1\.bias"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1))

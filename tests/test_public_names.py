@@ -15,6 +15,7 @@ import accelerate.data_loader
 import accelerate.hooks
 import accelerate.launchers
 import accelerate.utils
+import meshwright
 
 FACADES: list[ModuleType] = [
     accelerate,
@@ -47,15 +48,24 @@ def in_a_fresh_interpreter(program: str) -> str:
     return ran.stdout.strip()
 
 
+@pytest.mark.parametrize("name", meshwright.__all__)
+def test_a_public_name_is_the_published_object(name: str) -> None:
+    """Where the interface has the name, both packages mean the same object."""
+    paths = [module for module in FACADES if name in dir(module)] if name != "__version__" else []
+    assert all(getattr(module, name) is getattr(meshwright, name) for module in paths)
+
+
 @pytest.mark.parametrize("module", FACADES, ids=lambda module: module.__name__)
 def test_every_name_that_is_announced_is_there(module: ModuleType) -> None:
-    assert len(set(module.__all__)) == len(module.__all__)
-    for name in module.__all__:
+    announced = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    assert announced
+    assert len(set(announced)) == len(announced)
+    for name in announced:
         assert getattr(module, name) is not None
     namespace: dict[str, object] = {}
     exec(f"from {module.__name__} import *", namespace)
-    assert set(module.__all__) <= set(namespace)
-    assert set(module.__all__) <= set(dir(module))
+    assert set(announced) <= set(namespace)
+    assert set(announced) <= set(dir(module))
 
 
 def test_a_name_is_the_same_object_at_all_its_paths() -> None:
@@ -112,13 +122,13 @@ def test_everyone_can_wait() -> None:
 
 def test_importing_the_package_imports_nothing_and_its_names_come_when_they_are_used() -> None:
     program = """
-import sys, accelerate
+import sys, meshwright
 before = "torch" in sys.modules
-kwargs = accelerate.GradScalerKwargs(init_scale=2.0)
+kwargs = meshwright.GradScalerKwargs(init_scale=2.0)
 after_a_plugin = "torch" in sys.modules
-state = accelerate.PartialState
+state = meshwright.PartialState
 print(before, after_a_plugin, "torch" in sys.modules)
-print("GradScalerKwargs" in vars(accelerate), "Accelerator" in vars(accelerate), "Accelerator" in dir(accelerate))
+print("GradScalerKwargs" in vars(meshwright), "Accelerator" in vars(meshwright), "Accelerator" in dir(meshwright))
 """
     assert in_a_fresh_interpreter(program).split() == ["False", "False", "True", "True", "False", "True"]
 
@@ -142,11 +152,11 @@ def needs(distribution, known):
 import torch  # brings what it finds, tqdm and pydot among them
 
 at_start = {name.partition(".")[0] for name in sys.modules}
-from accelerate import Accelerator
+from meshwright import Accelerator
 Accelerator(cpu=True)
 imported = {name.partition(".")[0] for name in sys.modules} - at_start
 providers = metadata.packages_distributions()
 brought = {provider.lower().replace("_", "-") for name in imported for provider in providers.get(name, [])}
-print(sorted(brought - needs("accelerate", set())))
+print(sorted(brought - needs("meshwright", set())))
 """
     assert in_a_fresh_interpreter(program) == "[]"

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-import accelerate.scheduler
-from accelerate import Accelerator, GradScalerKwargs
-from accelerate.scheduler import AcceleratedScheduler
+import meshwright.scheduler
+from meshwright import AcceleratedScheduler, Accelerator, GradScalerKwargs
 from tests.ranks import run_on_ranks
 from tests.training import loss_of, make_data, make_model
 
@@ -72,11 +71,11 @@ def test_a_schedule_of_fixed_length_stops_at_its_end_instead_of_raising() -> Non
 
 
 def messages_about_advancing() -> list[str]:
-    accelerate.scheduler._has_logged = False
+    meshwright.scheduler._has_logged = False
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("accelerate.scheduler")
+    logger = logging.getLogger("meshwright.scheduler")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     learning_rates()

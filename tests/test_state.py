@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import DistributedType, PartialState
-from accelerate.state import AcceleratorState, GradientState, do_nothing, is_initialized
+from meshwright import AcceleratorState, DistributedType, GradientState, PartialState
+from meshwright.state import do_nothing, is_initialized
 from tests.ranks import ranks, run_on_ranks
 
 PUBLISHED_ATTRIBUTES = {
@@ -128,6 +128,17 @@ def test_what_libraries_write_on_an_accelerator_state_every_view_sees() -> None:
     assert (state.is_fsdp2, state.device_mesh) == (True, "a mesh")
 
 
+def test_what_is_set_on_one_state_of_the_process_all_of_them_have() -> None:
+    state = PartialState(cpu=True)
+    state.debug = True
+    assert PartialState().debug
+    assert AcceleratorState(cpu=True).debug
+    AcceleratorState().debug = False
+    assert not state.debug
+    AcceleratorState().device = torch.device("meta")
+    assert state.device.type == "meta"
+
+
 def test_a_second_request_opens_a_record_of_its_own() -> None:
     first = AcceleratorState(mixed_precision="bf16")
     second = AcceleratorState(mixed_precision="fp16")
@@ -145,6 +156,9 @@ def test_reset_of_the_accelerator_state_keeps_the_process_unless_asked() -> None
     assert AcceleratorState().mixed_precision == "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == {}
+    for name in ("num_processes", "mixed_precision"):
+        with pytest.raises(AttributeError, match=rf"`{name}`\. .*_reset_state\(\)` was called"):
+            getattr(state, name)
 
 
 def test_the_gradient_state_is_at_its_published_path() -> None:

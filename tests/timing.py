@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-ALONE = os.environ.get("ACCELERATE_TEST_RATIOS") == "all"
+ALONE = os.environ.get("MESHWRIGHT_TEST_RATIOS") == "all"
 """Nothing else uses the machine: `.ci/nightly ratios` runs every test file that imports this module, and says so."""
 
 

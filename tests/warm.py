@@ -3,7 +3,7 @@
 A *zygote* is a Python process that has imported what most programs import and waits. Asked to run a program, it
 forks; the child takes over the arguments, the environment, the folder and the file descriptors of the request and
 runs the program as `python` would. It is a child of the process that asked, so that waiting, signals and process
-groups are what they are without a zygote. A program that starts others, `accelerate launch` or torchrun, gets a
+groups are what they are without a zygote. A program that starts others, `meshwright launch` or torchrun, gets a
 zygote of its own, and its ranks are started the same way; where it replaces itself by one (exec), it runs that one.
 
 `Popen` and `run` are used like those of `subprocess`. What a zygote cannot stand for is started as usual: other
@@ -51,16 +51,16 @@ PRELOADED = (
     "pytest",
     "tabulate",
     "accelerate",
-    "accelerate.accelerator",
-    "accelerate.checkpoint.checkpointer",
-    "accelerate.commands.accelerate_cli",
-    "accelerate.commands.launch",
-    "accelerate.launch.processes.supervise",
-    "accelerate.parallel.pipeline.strategy",
-    "accelerate.watch.hangs.watcher",
+    "meshwright.accelerator",
+    "meshwright.checkpoint.checkpointer",
+    "meshwright",
+    "meshwright.commands.launch",
+    "meshwright.launch.processes.supervise",
+    "meshwright.parallel.pipeline.strategy",
+    "meshwright.watch.hangs.watcher",
     "transformers.trainer",
 )
-COLD = "ACCELERATE_TEST_COLD_STARTS"
+COLD = "MESHWRIGHT_TEST_COLD_STARTS"
 """Set it to start everything as usual."""
 
 LAUNCHERS = ("accelerate", "torchrun", "trl")
@@ -101,7 +101,7 @@ class Program(NamedTuple):
     def starts_programs(self) -> bool:
         """Tell whether it is a launcher."""
         if self.is_module:
-            return self.words[0].startswith(("accelerate.commands.", "torch.distributed.run"))
+            return self.words[0].startswith(("meshwright.commands.", "torch.distributed.run"))
         return Path(self.words[0]).name in LAUNCHERS
 
 
@@ -248,29 +248,54 @@ def run(
 
 def main() -> None:
     """Import what programs need, and become every program that is asked for."""
-    global _base_path, _may_start_zygotes
+    global _may_start_zygotes
     _may_start_zygotes = False
     del sys.path[0]  # this folder, whose modules must not stand for others of the same name
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    _base_path = [folder for folder in sys.path if folder not in given]
-    with without_mlflow():
-        for name in PRELOADED:
-            with suppress(ImportError):
-                import_module(name)
+    _remember_path()
+    preload(PRELOADED)
     gc.freeze()  # what all children share is not looked at, and so not copied, by their collections
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch unregisters operators, which takes a child 0.1 s
-    program = serve(Connection(int(sys.argv[1])))
-    while program.starts_programs():
-        ours, theirs = socket.socketpair()
-        if os.fork():
-            theirs.close()
-            _zygotes[_key(sys.executable, os.environ)] = Zygote(ours)
-            start_programs_warm()
-            break
-        ours.close()
-        program = serve(Connection(theirs.detach()))
+    be_programs(Connection(int(sys.argv[1])))
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import what programs need, as far as it is installed."""
+    with without_mlflow():
+        for name in names:
+            with suppress(ImportError):
+                import_module(name)
+
+
+def _remember_path() -> None:
+    global _base_path
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    _base_path = _base_path or [folder for folder in sys.path if folder not in given]
+
+
+def be_programs(connection: Connection) -> NoReturn:
+    """Run every program that is asked for, in a child of its own."""
+    program = serve(connection)
+    if program.starts_programs():
+        fork_zygote()
+        start_programs_warm()
     run_program(program)
+    raise AssertionError("a program that has ended goes on")
+
+
+def fork_zygote() -> None:
+    """Fork a zygote from this process, which starts programs from it."""
+    global _may_start_zygotes
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        _zygotes[_key(sys.executable, os.environ)] = Zygote(ours)
+        return
+    _may_start_zygotes = False
+    _remember_path()
+    _zygotes.clear()
+    ours.close()
+    be_programs(Connection(theirs.detach()))
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState, GradientState
+from meshwright import Accelerator, AcceleratorState, GradientState, InitProcessGroupKwargs
 
 from ..task import ACCUMULATION, loss_of
 from . import SavedState
@@ -72,7 +71,7 @@ def windows(net: nn.Module, optimizer: Optimizer, batches: DataLoader[Any]) -> I
 
 def sharded_steps(net: nn.Module, make_optimizer: Callable[..., Optimizer], batches: DataLoader[Any]) -> Iterator[None]:
     """Train by FSDP2, one unit per block."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from meshwright import FullyShardedDataParallelPlugin
 
     if IS_OURS:
         plugin = FullyShardedDataParallelPlugin()
@@ -141,7 +140,7 @@ def resume(net: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], folder
 
 
 def launch(script: Path, processes: int, folder: Path) -> list[object]:
-    """Start the processes by `accelerate launch`; 1.15 starts one for `--cpu`, whatever number it is given."""
+    """Start the processes by `meshwright launch`; 1.15 starts one for `--cpu`, whatever number it is given."""
     where = "--cpu" if IS_OURS else "--multi_gpu"
     return [COMMAND, "launch", *([] if processes == 1 else [where, f"--num_processes={processes}"]), script]
 

@@ -65,7 +65,7 @@ class Training:
         )
 
     def _start_ours(self, python: Path, script: Path) -> None:
-        launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--survive")
+        launch = ("-m", "meshwright", "launch", "--cpu", "--survive")
         self._launchers = [self._start(python, *launch, "--num_processes", REPLICAS, script)]
 
     def _start_torchelastic(self, python: Path, script: Path) -> None:

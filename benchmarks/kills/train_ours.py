@@ -1,4 +1,4 @@
-"""Train under `accelerate launch --survive`."""
+"""Train under `meshwright launch --survive`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DataLoaderConfiguration
 from benchmarks.kills import task
+from meshwright import Accelerator, DataLoaderConfiguration
 
 config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
 accelerator = Accelerator(cpu=True, dataloader_config=config)

@@ -1,22 +1,16 @@
-"""Published path of the data loading classes; they live in `accelerate.data`."""
+"""The published module `accelerate.data_loader`."""
 
-from .data.loaders.dispatch import DataLoaderDispatcher
-from .data.loaders.shard import DataLoaderShard
-from .data.loaders.streams import IterableDatasetShard
-from .data.order.indices import SkipBatchSampler
-from .data.order.orders import HugeRandomSampler, SeedableRandomSampler
-from .data.order.sharding import BatchSamplerShard
-from .data.preparing import SkipDataLoader, prepare_data_loader, skip_first_batches
+from meshwright.data.loaders.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from meshwright.data.loaders.shard import DataLoaderShard as DataLoaderShard
+from meshwright.data.loaders.streams import IterableDatasetShard as IterableDatasetShard
+from meshwright.data.order.indices import SkipBatchSampler as SkipBatchSampler
+from meshwright.data.order.orders import SeedableRandomSampler as SeedableRandomSampler
+from meshwright.data.order.sharding import BatchSamplerShard as BatchSamplerShard
+from meshwright.data.preparing import (
+    SkipDataLoader as SkipDataLoader,
+    prepare_data_loader as prepare_data_loader,
+    skip_first_batches as skip_first_batches,
+)
+from meshwright.published import publish as _publish
 
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "HugeRandomSampler",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+_publish(__name__)

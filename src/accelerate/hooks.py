@@ -1,41 +1,30 @@
-"""Published path of the hooks around a module's forward pass; they live in `accelerate.inference.offload.hooks`."""
+"""The published module `accelerate.hooks`."""
 
-from .inference.offload.hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    _accelerate_added_attributes,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
+from meshwright.inference.offload.hooks import (
+    AlignDevicesHook as AlignDevicesHook,
+    CpuOffload as CpuOffload,
+    LayerwiseCastingHook as LayerwiseCastingHook,
+    ModelHook as ModelHook,
+    SequentialHook as SequentialHook,
+    UserCpuOffloadHook as UserCpuOffloadHook,
+    _accelerate_added_attributes as _accelerate_added_attributes,
+    add_hook_to_module as add_hook_to_module,
+    attach_align_device_hook as attach_align_device_hook,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    attach_execution_device_hook as attach_execution_device_hook,
+    remove_hook_from_module as remove_hook_from_module,
+    remove_hook_from_submodules as remove_hook_from_submodules,
 )
-from .inference.offload.weights import PrefixedDataset
-from .inference.tensors import named_module_tensors, set_module_tensor_to_device
-from .runtime.collectives.nested import find_device, send_to_device
+from meshwright.published import publish as _publish
 
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "PrefixedDataset",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "_accelerate_added_attributes",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "find_device",
-    "named_module_tensors",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-    "send_to_device",
-    "set_module_tensor_to_device",
-]
+from .utils.modeling import (
+    named_module_tensors as named_module_tensors,
+    set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from .utils.offload import PrefixedDataset as PrefixedDataset
+from .utils.operations import (
+    find_device as find_device,
+    send_to_device as send_to_device,
+)
+
+_publish(__name__)

@@ -1,6 +1,9 @@
-"""Published path of the launchers from Python; they live in `accelerate.launch`."""
+"""The published module `accelerate.launchers`."""
 
-from .launch.notebook.launcher import debug_launcher, notebook_launcher
-from .launch.ray.launcher import ray_launcher
+from meshwright.launch.notebook.launcher import (
+    debug_launcher as debug_launcher,
+    notebook_launcher as notebook_launcher,
+)
+from meshwright.published import publish as _publish
 
-__all__ = ["debug_launcher", "notebook_launcher", "ray_launcher"]
+_publish(__name__)

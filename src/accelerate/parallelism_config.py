@@ -1,5 +1,6 @@
-"""Published path of `ParallelismConfig`, and the path of what belongs to it."""
+"""The published module `accelerate.parallelism_config`."""
 
-from .config.plugins.parallelism import ParallelismConfig, PipelineConfig
+from meshwright.config.plugins.parallelism import ParallelismConfig as ParallelismConfig
+from meshwright.published import publish as _publish
 
-__all__ = ["ParallelismConfig", "PipelineConfig"]
+_publish(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import warnings
 import weakref
 from pathlib import Path
@@ -11,20 +12,26 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate import (
+from meshwright import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
     Accelerator,
+    AcceleratorState,
     DataLoaderConfiguration,
+    DataLoaderShard,
     DistributedDataParallelKwargs,
     DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientState,
     InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
     ParallelismConfig,
+    ProjectConfiguration,
 )
-from accelerate.data_loader import DataLoaderShard
-from accelerate.errors import UnsupportedSettingError
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import KwargsHandler, ProjectConfiguration
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.modules.dtensors import any_dtensor
+from tests.ranks import ranks
 from tests.training import loss_of, make_data, make_model, parameters_of
 
 
@@ -107,12 +114,49 @@ def test_a_second_accelerator_has_the_number_format_of_the_first_as_in_1_15(monk
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     second = Accelerator(cpu=True)
     assert second.mixed_precision == second.state.mixed_precision == "bf16"
-    assert "mixed_precision = bf16  (the Accelerator before this one)" in second.settings.explain()
+    assert "mixed_precision = bf16  (the first Accelerator)" in second.settings.explain()
     with pytest.raises(ValueError, match="asks for sp_size=2"):
         Accelerator(cpu=True, mixed_precision="no", parallelism_config=ParallelismConfig(sp_size=2))
-    assert Accelerator(cpu=True).mixed_precision == "fp16", "of the environment: one that failed leaves nothing"
     third = Accelerator(cpu=True, mixed_precision="no")  # 1.15 refuses a second format
     assert (first.mixed_precision, third.mixed_precision) == ("bf16", "no")
+    assert Accelerator(cpu=True).mixed_precision == "bf16", "a format that is given is that of one Accelerator alone"
+
+
+def test_an_accelerator_that_fails_leaves_nothing_to_the_next_one() -> None:
+    with pytest.raises(ValueError, match="asks for sp_size=2"):
+        Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ParallelismConfig(sp_size=2))
+    assert Accelerator(cpu=True).mixed_precision == "no"
+
+
+def test_a_second_accelerator_compiles_like_the_first_unless_it_is_told_otherwise() -> None:
+    first = Accelerator(cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2)
+    second, third = Accelerator(cpu=True), Accelerator(cpu=True, dynamo_backend="no", gradient_accumulation_steps=3)
+    assert [str(one.state.dynamo_plugin.backend) for one in (first, second, third)] == ["EAGER", "EAGER", "NO"]
+    assert [one.gradient_accumulation_steps for one in (first, second, third)] == [2, 1, 3]
+    AcceleratorState._reset_state()
+    assert str(Accelerator(cpu=True).state.dynamo_plugin.backend) == "NO"
+
+
+@ranks(2)
+def test_an_accelerator_of_several_processes_can_be_pickled() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.process_index == accelerator.process_index
+    assert again.prepare(make_model()) is not model, "it prepares models like the first one"
+
+
+@ranks(2)
+def test_a_second_accelerator_shards_like_the_first_unless_it_is_told_otherwise() -> None:
+    first = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    second = Accelerator(cpu=True)
+    assert first.distributed_type == second.distributed_type == DistributedType.FSDP
+    assert any_dtensor(second.prepare(make_model()).parameters())
+    third = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    assert not any_dtensor(third.prepare(make_model()).parameters())
+    AcceleratorState._reset_state()
+    megatron = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(use_distributed_optimizer=True))
+    assert Accelerator(cpu=True).state.megatron_lm_plugin is megatron.state.megatron_lm_plugin
 
 
 def test_handlers_are_checked() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from meshwright import Accelerator, GradientAccumulationPlugin
 from tests.ranks import ranks, run_on_ranks
 from tests.training import CLASSES, FEATURES, loss_of, make_data, make_model
 
@@ -52,7 +51,7 @@ def token_exact_gradients(**options: Any) -> list[Tensor]:
 
 
 def world() -> int:
-    from accelerate import PartialState
+    from meshwright import PartialState
 
     return PartialState(cpu=True).num_processes
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
-from accelerate.local_sgd import LocalSGD
+from meshwright import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, LocalSGD
 from tests.ranks import ranks, run_on_ranks
 from tests.training import loss_of, loss_trace, make_data, make_model, parameters_of
 
@@ -84,7 +83,7 @@ def test_accumulating_leaves_gradients_unreduced_until_the_window_closes() -> No
 
 @ranks(2)
 def test_sync_each_batch_reduces_every_micro_batch() -> None:
-    from accelerate.utils import GradientAccumulationPlugin
+    from meshwright import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
@@ -120,6 +119,27 @@ def test_several_models_accumulate_together() -> None:
         for model in (first, second):
             gradients = accelerator.gather(model.module[3].weight.grad[None])
             assert torch.equal(gradients[0], gradients[1]) == closes
+
+
+@pytest.mark.parametrize("kind", ["two losses of one output", "two outputs", "accumulating"])
+@ranks(2)
+def test_a_second_backward_pass_is_averaged_too(kind: str) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(make_model())
+    plain = make_model()
+    batches = [torch.full((1, 12), float(rank + 1)) for rank in range(2)]
+    for _ in range(2):
+        output = model(batches[accelerator.process_index])
+        other = model(batches[accelerator.process_index] + 1) if kind == "two outputs" else output
+        with accelerator.no_sync(model) if kind == "accumulating" else nullcontext():
+            accelerator.backward(output.sum(), retain_graph=True)
+        accelerator.backward(other.square().sum())
+    for _ in range(2):
+        for batch in batches:
+            output, other = plain(batch), plain(batch + 1 if kind == "two outputs" else batch)
+            ((output.sum() + other.square().sum()) / 2).backward()
+    for own, expected in zip(model.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
 
 
 HOOKS = DDPCommunicationHookType
@@ -249,7 +269,7 @@ def test_triggers_set_on_one_rank_are_seen_by_all() -> None:
 def test_profile_writes_one_trace_per_rank(tmp_path: object) -> None:
     from pathlib import Path
 
-    from accelerate import ProfileKwargs
+    from meshwright import ProfileKwargs
 
     handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))
     accelerator = Accelerator(kwargs_handlers=[handler])

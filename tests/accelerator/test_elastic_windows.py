@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.accelerator.accumulation import ElasticWindow
-from accelerate.data.order.elastic import MicroBatch
+from meshwright.accelerator.accumulation import ElasticWindow
+from meshwright.data.order.elastic import MicroBatch
 from tests.data.members import Members
 from tests.data.worlds import Data
 

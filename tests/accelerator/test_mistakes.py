@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.launch.processes.verdict import Ending, judge, remedy
+from meshwright import Accelerator
+from meshwright.launch.processes.verdict import Ending, judge, remedy
 from tests.training import loss_of, make_data, make_model
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.runtime.loop import run_bar
+from meshwright import Accelerator
+from meshwright.runtime.loop import run_bar
 from tests.ranks import ranks
 
 SCRIPT = """
 import torch, time
-from accelerate import Accelerator
+from meshwright import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 accelerator = Accelerator(cpu=True)
@@ -72,6 +73,29 @@ def test_without_a_number_of_epochs_each_has_its_own_bar(capsys: pytest.CaptureF
     assert [line.split("  ")[:2] for line in lines if "(100%)" in line] == [
         ["epoch 1", "6/6 (100%)"], ["epoch 1", "6/6 (100%)"], ["epoch 2", "6/6 (100%)"], ["epoch 2", "6/6 (100%)"],
     ]  # fmt: skip
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randn(12, 4))
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_of_a_stream_epochs_are_counted_and_their_batches(
+    epochs: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=4))
+    for _ in range(2):
+        for _ in accelerator.progress(loader, epochs=epochs):
+            pass
+    assert accelerator._bar is None
+    accelerator.meter().stop()
+    of = "" if epochs is None else "/2"
+    told = ["  ".join(line.split("  ")[:2]) for line in capsys.readouterr().err.splitlines()]
+    assert told == [f"epoch {epoch}{of}  {count}" for epoch in (1, 2) for count in ("1", "2", "3", "3/3 (100%)")]
 
 
 def test_a_loop_that_is_left_early_closes_its_bar() -> None:

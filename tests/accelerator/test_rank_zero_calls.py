@@ -13,9 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, GeneralTracker
 from tests.ranks import run_on_ranks
 from tests.ranks.pool import REPOSITORY
 

@@ -1,6 +1,6 @@
 """Run every benchmark in a bounded form: it measures what it says. Ratios need a quiet machine and many rounds.
 
-The gate runs every subject for two rounds; ACCELERATE_TEST_RATIOS=all runs them for 24 and judges the ratios.
+The gate runs every subject for two rounds; MESHWRIGHT_TEST_RATIOS=all runs them for 24 and judges the ratios.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.timing import ALONE
 GENEROUS = 1.25
 GENEROUS_FOR_TWO_PROCESSES = 1.5  # on two cores that others use too
 TRIES = 3
-REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
+REFERENCE = os.environ.get("MESHWRIGHT_REFERENCE_PYTHON")
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_subject_is_measured(subject: str, bound: float) -> None:
 def test_a_hang_ends_long_before_the_backends_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     timeout = 40
     monkeypatch.setattr(hang, "TIMEOUT_SECONDS", timeout)
-    monkeypatch.setenv("ACCELERATE_HANG_SECONDS", "3")
+    monkeypatch.setenv("MESHWRIGHT_HANG_SECONDS", "3")
     [row] = hang.run(rounds=1)
     assert row.bare_us >= (timeout - 1) * 1e6
     assert row.ratio < 1, row.costs
@@ -128,7 +128,7 @@ def test_one_command_prints_the_table_and_writes_it_with_the_chart(
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.skipif(REFERENCE is None, reason="set ACCELERATE_REFERENCE_PYTHON to accelerate 1.15's")
+@pytest.mark.skipif(REFERENCE is None, reason="set MESHWRIGHT_REFERENCE_PYTHON to accelerate 1.15's")
 @pytest.mark.skipif(not ALONE, reason="needs a machine of its own: nightly")
 def test_another_interpreter_measures_accelerate_1() -> None:
     results = measure(["step"], {"accelerate": Path(str(REFERENCE))}, rounds=2)

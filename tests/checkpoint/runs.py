@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator, ProjectConfiguration
 
 FEATURES = 64
 

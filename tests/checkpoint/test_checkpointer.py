@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -20,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.checkpoint.formats import codec
-from accelerate.checkpoint.layout import COMMIT_FILE
-from accelerate.utils import ProjectConfiguration, set_seed
+from meshwright import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
+from meshwright.checkpoint.commit.engine import CheckpointError
+from meshwright.checkpoint.formats import codec
+from meshwright.checkpoint.layout import COMMIT_FILE
+from meshwright.checkpoint.storage.store import LocalStore
 from tests.launching import run_script
 from tests.ranks import ranks, run_on_ranks
 from tests.seeds.documents import DIRECTORY, python_blocks
@@ -56,6 +58,27 @@ def test_automatic_names_count_on_after_a_restart_and_the_newest_are_kept(tmp_pa
     assert run.accelerator.project_configuration.iteration == 6
 
 
+def test_a_folder_with_checkpoints_of_an_earlier_run_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier = StampedRun(tmp_path, project_options={"total_limit": 2})
+    for _ in range(2):
+        earlier.accelerator.save_state()
+    assert "earlier run" not in caplog.text
+    run = StampedRun(tmp_path, project_options={"total_limit": 2})
+    for _ in range(2):
+        run.accelerator.save_state()
+    (told,) = [record.getMessage() for record in caplog.records if "earlier run" in record.getMessage()]
+    assert "those of this run begin with checkpoint_2." in told
+    assert "total_limit=2 counts both: this save deletes checkpoint_0." in told
+    assert str(tmp_path / "checkpoints") in told
+    caplog.clear()
+    resumed = StampedRun(tmp_path, project_options={"total_limit": 2})
+    resumed.accelerator.load_state()
+    resumed.accelerator.save_state()
+    assert "earlier run" not in caplog.text
+
+
 def test_going_back_to_an_older_checkpoint_overwrites_none(tmp_path: Path) -> None:
     run = StampedRun(tmp_path, project_options={"total_limit": None})
     for number in range(3):
@@ -65,6 +88,16 @@ def test_going_back_to_an_older_checkpoint_overwrites_none(tmp_path: Path) -> No
     assert run.stamp_of_all() == 1
     assert run.accelerator.save_state().endswith("checkpoint_3")
     assert len(names(tmp_path / "checkpoints")) == 4
+
+
+def test_the_limit_counts_by_number_and_not_by_time(tmp_path: Path) -> None:
+    """Clocks of machines differ."""
+    run = StampedRun(tmp_path, project_options={"total_limit": 2})
+    record = Path(run.accelerator.save_state()) / COMMIT_FILE
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"time": 1e11}))
+    run.accelerator.save_state()
+    run.accelerator.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
 
 
 def test_the_newest_committed_one_is_found_and_others_are_named(
@@ -88,6 +121,126 @@ def test_the_newest_committed_one_is_found_and_others_are_named(
     assert (checkpoints / "checkpoint_3.partial-0123abcd").is_dir(), "loading deletes nothing"
     run.accelerator.save_state()
     assert names(checkpoints) == [*(f"checkpoint_{number}" for number in (0, 1, 2, 4, 5)), "notes"]
+
+
+def _is_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _is_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _leads_nowhere(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file)
+
+
+def _is_large(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(1 << 34)
+
+
+def _forged(**fields: Any) -> Any:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+POISON = {
+    "nested deeply": lambda file: file.write_text("[" * 200_000),
+    "a huge number": lambda file: file.write_text('{"format": ' + "9" * 5000 + "}"),
+    "empty": lambda file: file.write_text(""),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe\0"),
+    "a list": lambda file: file.write_text("[]"),
+    "a folder": _is_a_folder,
+    "a pipe": _is_a_pipe,
+    "a link to itself": _leads_nowhere,
+    "16 GiB": _is_large,
+    "of a newer version with more fields": _forged(format=2, extra={}),
+    **{
+        f"{field}: {value!r}": _forged(**{field: value})
+        for field, values in {
+            "format": ("9", [], None, True),
+            "time": (None, "x", math.nan),
+            "folder": (5, None, "../other"),
+            "num_processes": ("x", 0, -1),
+            "step": (None, "x", 1e400),
+            "parts": (None, {"model": 3}),
+            "versions": (None,),
+            "files": (None, [], {"a": {"size": "a", "checksum": ""}}, {"a": {"size": -1, "checksum": ""}}),
+        }.items()
+        for value in values
+    },
+}
+
+
+def test_one_poisoned_record_stops_neither_a_resume_nor_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = StampedRun(tmp_path, project_options={"total_limit": 2})
+    for stamp in (1, 2):
+        run.stamp(stamp)
+        run.accelerator.save_state()
+    checkpoints = tmp_path / "checkpoints"
+    good, poisoned = checkpoints / "checkpoint_0", checkpoints / "checkpoint_1"
+    record = (poisoned / COMMIT_FILE).read_text()
+    for what, poison in POISON.items():
+        (poisoned / COMMIT_FILE).write_text(record)
+        poison(poisoned / COMMIT_FILE)
+        caplog.clear()
+        resumed = run.accelerator.resume()
+        assert resumed is not None, what
+        assert resumed.path == str(good), what
+        assert f"Passed over {poisoned}: " in caplog.text, what
+        if "newer" in what:
+            assert "newer version (format 2" in caplog.text
+        with pytest.raises(CheckpointError, match="checkpoint_1 was not loaded"):
+            run.accelerator.load_state(poisoned)
+        if (poisoned / COMMIT_FILE).is_dir():
+            (poisoned / COMMIT_FILE).rmdir()
+        else:
+            (poisoned / COMMIT_FILE).unlink()
+    (poisoned / COMMIT_FILE).write_text("{")
+    for _ in range(3):
+        run.accelerator.save_state()
+    assert names(checkpoints) == ["checkpoint_1", "checkpoint_3", "checkpoint_4"], "what cannot be read is not deleted"
+
+
+def test_names_of_others_neither_stop_nor_steer_automatic_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    others = [f"checkpoint_{number}" for number in (10**17, 10**240, "٣", "0x7", "-1", "1\n")]
+    for name in (*others, "checkpoint_9.partial-00000000", "checkpoint_0007"):
+        (checkpoints / name).mkdir(parents=True)
+    (checkpoints / "checkpoint_8").write_text("a file")
+    (checkpoints / "checkpoint_9").symlink_to("nowhere")
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    for state in ("removed", "replaced"):
+        (checkpoints / f"checkpoint_3.{state}-00000000").symlink_to(elsewhere)
+    run = StampedRun(tmp_path, project_options={"total_limit": 1})
+    assert run.accelerator.save_state().endswith("checkpoint_10")
+    assert run.accelerator.save_state().endswith("checkpoint_11")
+    assert run.accelerator.resume().path.endswith("checkpoint_11")
+    assert {*others, "checkpoint_0007", "checkpoint_8", "checkpoint_9", "checkpoint_11"} <= set(names(checkpoints))
+    assert not (checkpoints / "checkpoint_10").exists()
+    assert names(elsewhere) == ["precious"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StampedRun(tmp_path, project_options={"total_limit": 1})
+    run.accelerator.save_state()
+
+    def refuse(self: LocalStore, name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    monkeypatch.setattr(LocalStore, "remove", refuse)  # what a folder of another user in a sticky folder raises
+    assert run.accelerator.save_state().endswith("checkpoint_1")
+    assert "checkpoint_0 could not be deleted: [Errno 13] Permission denied" in caplog.text
 
 
 def test_a_resume_is_true_and_names_the_checkpoint_and_the_step(tmp_path: Path) -> None:
@@ -583,12 +736,12 @@ def test_one_process_tells(tmp_path: Path) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accelerate").addHandler(handler)
+    logging.getLogger("meshwright").addHandler(handler)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.save_state(tmp_path / "ckpt")
-    logging.getLogger("accelerate").removeHandler(handler)
+    logging.getLogger("meshwright").removeHandler(handler)
     warnings_of_window = [
         text for text in messages if "first 1 of 3 micro-batches are not part of a checkpoint" in text
     ]
@@ -603,3 +756,27 @@ def test_a_checkpoint_can_be_moved_and_copied(tmp_path: Path) -> None:
     run.stamp(2)
     run.accelerator.load_state(tmp_path / "b", verify="hash")
     assert run.stamp_of_all() == 1
+
+
+def test_misspelt_options_are_told_by_a_save_and_refused_by_a_load(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"save_state\(\) was given wiat, which .* Did you mean wait with wiat\?"):
+        accelerator.save_state(tmp_path / "a", wiat=False)
+    with pytest.warns(UserWarning, match=r"save_state\(\) was given save_latest, which nothing reads here"):
+        accelerator.save_state(tmp_path / "a", save_latest=False)
+    weights = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    for method in (accelerator.load_state, accelerator.resume):
+        with pytest.raises(TypeError, match=rf"^{method.__name__}\(\) got .* 'stict'. Did you mean strict\?$"):
+            method(tmp_path / "a", stict=False)
+        with pytest.raises(
+            TypeError, match=rf"^{method.__name__}\(\) got .* 'colour': .*Linear.load_state_dict does not"
+        ):
+            method(tmp_path / "a", colour=1)
+        assert not model.weight.any()
+    with pytest.raises(TypeError, match="Did you mean strict"):
+        accelerator.resume(tmp_path / "there is none", stict=False)
+    accelerator.load_state(tmp_path / "a", assign=True)
+    assert torch.equal(model.weight, weights)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from accelerate import Accelerator
-from accelerate.checkpoint import preemption as preemption_module
-from accelerate.checkpoint.group import CheckpointGroup
-from accelerate.checkpoint.preemption import MOST_CALLS_BETWEEN_CHECKS, Preemption
+from meshwright import Accelerator
+from meshwright.checkpoint import preemption as preemption_module
+from meshwright.checkpoint.group import CheckpointGroup
+from meshwright.checkpoint.preemption import MOST_CALLS_BETWEEN_CHECKS, Preemption
 from tests.launching import run_accelerate, start_accelerate
 from tests.ranks import run_on_ranks
 
@@ -60,8 +60,8 @@ SCRIPT = """
 import os, time
 import torch
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator
+from meshwright import ProjectConfiguration
 
 accelerator = Accelerator(project_config=ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True))
 model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(200.0), batch_size=1))

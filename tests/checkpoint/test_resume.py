@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 from tests.ranks import run_on_ranks
 from tests.sizes import on_two_processes
 from tests.training import CLASSES, FEATURES, loss_of, make_data

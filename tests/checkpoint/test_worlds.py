@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 from tests.ranks import run_on_ranks
 from tests.training import loss_of, make_data, make_model
 
@@ -37,7 +36,7 @@ def train(
 ) -> dict[str, Any]:
     """Train from one step to another, loading before and saving after; return samples and losses by step."""
     messages = LogCapture()
-    logging.getLogger("accelerate").addHandler(messages)
+    logging.getLogger("meshwright").addHandler(messages)
     accelerator = Accelerator(cpu=True, split_batches=split_batches, gradient_accumulation_steps=1)
     set_seed(3)
     features, labels = make_data(SAMPLES).tensors
@@ -68,7 +67,7 @@ def train(
             if step == last:
                 break
     accelerator.save_state(folder)
-    logging.getLogger("accelerate").removeHandler(messages)
+    logging.getLogger("meshwright").removeHandler(messages)
     number = torch.rand(()).item()
     return {"samples": samples, "losses": losses, "changes": changes, "messages": messages.texts, "number": number}
 

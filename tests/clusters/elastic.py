@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator(cpu=True)
 progress = Path("progress")

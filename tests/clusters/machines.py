@@ -21,7 +21,7 @@ import psutil
 
 from tests import warm
 
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
+ACCELERATE = (sys.executable, "-m", "meshwright")
 # What the host of the tests says about itself must not reach the machines: a launch finds out by itself.
 _NOT_INHERITED = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 

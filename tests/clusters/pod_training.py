@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from meshwright import Accelerator, ProjectConfiguration, set_seed
 
 
 class Progress:

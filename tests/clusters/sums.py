@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator(cpu=True)
 total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0])).item()

@@ -55,7 +55,7 @@ def test_a_launch_that_starts_mpirun(first: Machine) -> None:
 def test_rank_0_on_another_machine_than_mpirun_asks_for_an_address(first: Machine, tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(
-        "from accelerate.runtime.process import ProcessInfo\nProcessInfo.from_environment().rendezvous_address()"
+        "from meshwright.runtime.process import ProcessInfo\nProcessInfo.from_environment().rendezvous_address()"
     )
     (tmp_path / "hosts").write_text("n2 slots=1\nn3 slots=1\n")
     running = first.start("mpirun", "--hostfile", "hosts", "-np", 2, sys.executable, script)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.errors import REQUEUE_EXIT_CODE
-from accelerate.launch.machines.manifests.job import Job, text_of
-from accelerate.launch.machines.manifests.kubernetes import documents
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import REQUEUE_EXIT_CODE
+from meshwright.launch.machines.manifests.job import Job, text_of
+from meshwright.launch.machines.manifests.kubernetes import documents
 from tests.clusters.machines import ACCELERATE, Machine, Running, machines, until, why_not
 from tests.timing import limit
 
@@ -41,7 +41,7 @@ def container() -> dict[str, Any]:
 def start(pods: list[Machine], *, only: Sequence[str]) -> list[Running]:
     """Start the container in every pod, with those of its variables that Kubernetes or the manifest sets."""
     program, *words = container()["command"]
-    assert program == "accelerate"
+    assert program == "meshwright"
     started = []
     for index, pod in enumerate(pods):
         variables = {item["name"]: item.get("value", str(index)) for item in container()["env"] if item["name"] in only}

@@ -1,4 +1,4 @@
-"""`accelerate launch` as people type it."""
+"""`meshwright launch` as people type it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.launch import launch_command, launch_command_parser
+from meshwright.commands.launch import launch_command, launch_command_parser
 from tests.launching import COMMAND, environment, run_accelerate
 
 SHOW = """
@@ -23,7 +23,7 @@ print(json.dumps({name: os.environ.get(name) for name in names} | {"argv": sys.a
 
 TRAIN = """
 import torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator()
 total = accelerator.reduce(torch.tensor(1.0 + accelerator.process_index))
 accelerator.print(accelerator.num_processes, accelerator.device, accelerator.mixed_precision, total.item())
@@ -88,7 +88,8 @@ def test_a_module_and_a_program_of_its_own(folder: Path) -> None:
         (["--config_file", "none.yaml", "show.py"], "none.yaml does not exist"),
         (["--num_machines", "2", "--machine_rank", "0", "show.py"], "give --main_process_ip"),
         (["--num_processes", "2", "--rdzv_conf", "timeout", "show.py"], "write key=value"),
-        ([], "the following arguments are required: training_script"),
+        ([], "the following arguments are required: SCRIPT\n"),
+        (["--num_processes", "0", "show.py"], "num_processes is 0 (flag --num_processes): it must be 1 or more."),
     ],
 )
 def test_a_mistake_is_answered_in_a_sentence(words: list[str], complaint: str, folder: Path) -> None:
@@ -137,12 +138,12 @@ def test_a_port_that_is_taken_meanwhile_is_changed(folder: Path, monkeypatch: py
     script = """
 import signal
 import socket
-from accelerate.launch import plan
-from accelerate.commands.launch import launch_command, launch_command_parser
+from meshwright.launch import plan
+from meshwright.commands.launch import launch_command, launch_command_parser
 holder = socket.create_server(("", 0))
 taken = [holder.getsockname()[1]]
-free_port = plan.free_port
-plan.free_port = lambda: taken.pop() if taken else free_port()
+free_port = plan.get_free_port
+plan.get_free_port = lambda: taken.pop() if taken else free_port()
 launch_command(launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "show.py"]))
 assert not taken
 """
@@ -242,7 +243,7 @@ def test_a_launch_of_one_process_from_python_hands_signals_on(folder: Path) -> N
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     program = (
-        "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+        "from meshwright.commands.launch import launch_command, launch_command_parser\n"
         "launch_command(launch_command_parser().parse_args(['--cpu', '--num_processes', '1', 'wait.py']))"
     )
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`accelerate to-fsdp2`: files for FSDP1 in the terms of FSDP2."""
+"""`meshwright to-fsdp2`: files for FSDP1 in the terms of FSDP2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate.commands.accelerate_cli import main
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from meshwright.commands.cli import main
+from meshwright.commands.to_fsdp2 import convert_config_to_fsdp2
 
 OLD = Path(__file__).parents[1] / "config" / "launch" / "written_by_1_15"
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from accelerate.config.enums import (
+from meshwright.config.enums import (
     BaseEnum,
     DDPCommunicationHookType,
     DistributedType,

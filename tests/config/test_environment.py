@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from accelerate.config import environment
-from accelerate.config.environment import (
+from meshwright.config import environment
+from meshwright.config.environment import (
     clear_environment,
     export_settings,
     patch_environment,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from accelerate.checkpoint.group import CheckpointGroup
-from accelerate.config.plugins.handlers import InitProcessGroupKwargs
-from accelerate.config.plugins.parallelism import ParallelismConfig
-from accelerate.runtime.group.runtime import Runtime
+from meshwright.checkpoint.group import CheckpointGroup
+from meshwright.config.meshes import build_mesh
+from meshwright.config.plugins.handlers import InitProcessGroupKwargs
+from meshwright.config.plugins.parallelism import ParallelismConfig
+from meshwright.runtime.group.runtime import Runtime
 from tests.ranks import ranks
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 
@@ -54,3 +57,19 @@ def test_groups_bound_to_a_simulated_accelerator_have_meshes_in_every_world_of_a
     for _ in range(2):
         for timeouts in run_on_a_simulated_accelerator(mesh_of_a_group_bound_to_a_device, world_size=4):
             assert timeouts == [OURS, OURS]
+
+
+@ranks(1)
+def test_flattened_axes_are_asked_for_by_a_list() -> None:
+    """Tests of other libraries put a mesh in place of torch's that compares what it is indexed with."""
+    asked: list[Any] = []
+    real = DeviceMesh.__getitem__
+
+    def noting(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        asked.append(names)
+        return real(mesh, names)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(DeviceMesh, "__getitem__", noting)
+        build_mesh(["dp_shard"], [1], "cpu", {"dp": ["dp_replicate", "dp_shard"]})
+    assert asked[0] == ["dp_shard"]

@@ -7,11 +7,13 @@ import sys
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
-from accelerate.config.enums import PrecisionType
-from accelerate.config.plugins.compilation import TorchDynamoPlugin
-from accelerate.config.plugins.handlers import GradientAccumulationPlugin
-from accelerate.config.settings import TrainingSettings
+from meshwright import Accelerator, DataLoaderConfiguration
+from meshwright.config.enums import PrecisionType
+from meshwright.config.plugins.compilation import TorchDynamoPlugin
+from meshwright.config.plugins.handlers import GradientAccumulationPlugin
+from meshwright.config.settings import TrainingSettings, resolve_data_order
 
 
 def resolved(
@@ -79,6 +81,21 @@ def test_an_unknown_number_format_is_refused_with_its_origin_and_the_choices(mon
         resolved()
 
 
+def test_whose_order_the_data_has_is_chosen_by_code_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_data_order(None) == "one-process"
+    monkeypatch.setenv("MESHWRIGHT_DATA_ORDER", "accelerate-1")
+    assert resolve_data_order(None) == "accelerate-1"
+    assert resolve_data_order("one-process") == "one-process"
+    monkeypatch.setenv("MESHWRIGHT_DATA_ORDER", "accelerate")
+    with pytest.raises(
+        ValueError, match=r"'accelerate' \(from environment variable MESHWRIGHT_DATA_ORDER\). Choose one"
+    ):
+        resolve_data_order(None)
+    loaders = DataLoaderConfiguration(order="random")
+    with pytest.raises(ValueError, match=r"'random' \(from code\). Choose one of one-process, accelerate-1"):
+        Accelerator(cpu=True, dataloader_config=loaders).prepare(DataLoader(range(4)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,14 +124,14 @@ def test_impossible_accumulation_from_the_environment_names_the_variable(monkeyp
 def test_configuration_is_read_without_torch() -> None:
     program = """
 import sys
-import accelerate.config.enums, accelerate.config.environment
-import accelerate.config.plugins.handlers, accelerate.config.settings
-import accelerate.errors, accelerate.runtime.process
-accelerate.config.settings.TrainingSettings.from_arguments(
+import meshwright.config.enums, meshwright.config.environment
+import meshwright.config.plugins.handlers, meshwright.config.settings
+import meshwright.errors, meshwright.runtime.process
+meshwright.config.settings.TrainingSettings.from_arguments(
     mixed_precision="bf16", gradient_accumulation_steps=2, gradient_accumulation_plugin=None
 ).explain()
-accelerate.config.plugins.handlers.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
-accelerate.runtime.process.ProcessInfo.from_environment()
+meshwright.config.plugins.handlers.DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs()
+meshwright.runtime.process.ProcessInfo.from_environment()
 print(sorted({"torch", "numpy", "safetensors"} & set(sys.modules)))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)

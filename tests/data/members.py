@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from accelerate.data_loader import DataLoaderShard
-from accelerate.runtime.loop.gradient_state import GradientState
-from accelerate.utils import GradientAccumulationPlugin
+from meshwright import DataLoaderShard, GradientAccumulationPlugin
+from meshwright.runtime.loop.gradient_state import GradientState
 from tests.data.worlds import Data
 
 Batches = dict[int, list[int]]

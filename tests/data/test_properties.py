@@ -7,11 +7,9 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import skip_first_batches
+from meshwright import Accelerator, DataLoaderConfiguration, skip_first_batches
 from tests.data.worlds import Data, Step, steps_of
 from tests.ranks import run_on_ranks
 from tests.sizes import at_night, sized

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.data.loaders.base import PreparedLoader
 from accelerate.data_loader import prepare_data_loader
+from meshwright.data.loaders.base import PreparedLoader
 
 
 class Stream(IterableDataset):

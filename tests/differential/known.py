@@ -52,6 +52,12 @@ KNOWN = (
         "`gather_for_metrics` of several rows per sample (beams) in an incomplete last round",
     ),
     Known(
+        "metrics_in_mappings_with_text",
+        "mapping",
+        "`gather_for_metrics` of a mapping that holds not only tensors",
+        ON_TWO,
+    ),
+    Known(
         "random_augmentation_beside_a_random_step",
         "augmented | drawn",
         "a loader that is prepared: when its batches are read",
@@ -75,6 +81,8 @@ KNOWN = (
     Known("mean_of_integers", "mean", '`reduce("mean")` of integers', ON_TWO),
     Known("split_between_processes", "* padded", "`split_between_processes(..., apply_padding=True)`", ON_TWO),
     Known("second_accelerator", "another precision", "a second `Accelerator` with another `mixed_precision`"),
+    Known("second_accelerator", "steps", "a second `Accelerator`: `gradient_accumulation_steps`"),
+    Known("second_accelerator_that_compiles", "another", "a second `Accelerator` with another `dynamo_backend`"),
     Known("wrong_arguments", "handler", "a handler that is none in `kwargs_handlers`"),
     Known("log_before_any_state", "info", "`get_logger(...).info` before any state exists"),
     Known("tracker_of_ones_own", "trackers", "`trackers` and `get_tracker` on other ranks", ON_TWO),
@@ -95,7 +103,6 @@ KNOWN = (
         "file commit.json | file progress.bin",
         "files of a checkpoint",
     ),
-    Known("hooks_around_saving", "saving", "the folder that hooks of `save_state` get"),
     Known("automatic_names_and_a_limit", "returned", "what `save_state()` returns"),
     Known("a_name_that_is_taken", "save", "a checkpoint folder that exists, with automatic naming"),
     Known("load_of_what_is_not_there", "load", "`load_state` of a folder that is not there"),
@@ -107,7 +114,11 @@ KNOWN = (
     # utilities
     Known("nested_batches", "no size", "`find_batch_size` of a batch without tensors"),
     Known("plugin_defaults", "group", "`InitProcessGroupKwargs().timeout`"),
-    Known("plugin_defaults", "DataLoaderConfiguration.constant_memory_shuffle", "names that are only here"),
+    Known(
+        "plugin_defaults",
+        "DataLoaderConfiguration.constant_memory_shuffle | DataLoaderConfiguration.order",
+        "names that are only here",
+    ),
     Known("choices", "LoggerType.JSONL", "names that are only here"),
     # the command line
     Known("launched_script_that_fails", "code", "exit code of `accelerate launch` when the script fails"),

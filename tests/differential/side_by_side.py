@@ -19,7 +19,7 @@ from tests.warm import COLD
 
 from .registry import WORLDS
 
-REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
+REFERENCE = os.environ.get("MESHWRIGHT_REFERENCE_PYTHON")
 ROOT = Path(__file__).parents[2]
 PYTHONS = {"theirs": REFERENCE, "ours": sys.executable}
 SECONDS = 300

@@ -15,7 +15,7 @@ from .registry import WORLDS, all_scripts
 from .side_by_side import REFERENCE, ROOT, Observed, differences, disagreement, run_both
 
 CASES = [(script.name, world) for script in all_scripts() for world in script.worlds]
-needs_reference = pytest.mark.skipif(REFERENCE is None, reason="set ACCELERATE_REFERENCE_PYTHON to accelerate 1.15's")
+needs_reference = pytest.mark.skipif(REFERENCE is None, reason="set MESHWRIGHT_REFERENCE_PYTHON to accelerate 1.15's")
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = [
     ROOT / name
-    for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+    for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md", "SECURITY.md")
     if (ROOT / name).exists()
 ]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *ROOT_PAGES]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *ROOT_PAGES]
 
 _BLOCK = re.compile(
     r"(?:^<!-- not run here: (?P<why_not>.+?) -->\n)?"
@@ -22,7 +22,7 @@ _BLOCK = re.compile(
     r"|(?<=\n\n)(?P<indented>(?:    [^\n]*\n)+))",
     flags=re.MULTILINE | re.DOTALL,
 )
-_COMMAND = re.compile(r"(accelerate|bash|mpirun|pip|python|srun|torchrun) ")
+_COMMAND = re.compile(r"(meshwright|bash|mpirun|pip|python|srun|torchrun) ")
 
 
 @dataclass(frozen=True, kw_only=True)

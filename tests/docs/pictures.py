@@ -1,13 +1,13 @@
 """Draw the pictures of README and docs from what real runs show: `python -m tests.docs.pictures [name ...]`.
 
-Every script trains on scikit-learn's digits. Needs `rich` and a Chromium; the results are committed in docs/images.
+`check`, `verdict`, `watch` and `report` train on digits of scikit-learn; `plan` needs transformers beside an installed
+wheel; pages need a Chromium. The results are committed in docs/images: pages in light and dark, and what the front
+page shows also in a narrow version for phones.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +15,8 @@ from pathlib import Path
 import pexpect
 
 from tests.commands.views.browser import Browser
+
+from .terminal import draw
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = 100
@@ -25,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch.nn import Linear, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 pixels, labels = load_digits(return_X_y=True)
 digits = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
@@ -107,56 +109,144 @@ for step, (inputs, targets) in enumerate(loader):
 """
 
 
-def shown(command: str, folder: Path, **variables: str) -> str:
+UNPREPARED = """\
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import Linear, ReLU, Sequential
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+pixels, labels = load_digits(return_X_y=True)
+digits = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
+
+accelerator = Accelerator()
+model = Sequential(Linear(64, 32), ReLU(), Linear(32, 10))
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(digits, batch_size=32)
+model, optimizer = accelerator.prepare(model, optimizer)
+
+for inputs, targets in loader:
+    loss = cross_entropy(model(inputs), targets)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+LARGE = """\
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelerate import Accelerator
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return torch.full((8192,), index)
+
+
+config = LlamaConfig(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+)
+accelerator = Accelerator()
+model = LlamaForCausalLM(config)
+model.gradient_checkpointing_enable()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+loader = DataLoader(Tokens(), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for tokens in loader:
+    loss = model(input_ids=tokens, labels=tokens).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def shown(command: str, folder: Path, columns: int = COLUMNS, **variables: str) -> str:
     """Return what a command writes to a terminal, with its colours."""
     variables |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
     child = pexpect.spawn(
-        "bash", ["-c", command], cwd=str(folder), env=os.environ | variables, encoding="utf-8", timeout=120,
-        dimensions=(50, COLUMNS),
+        "bash", ["-c", command], cwd=str(folder), env=os.environ | variables, encoding="utf-8", timeout=240,
+        dimensions=(50, columns),
     )  # fmt: skip
     child.expect(pexpect.EOF)
     return str(child.before).replace("\r\n", "\n")
 
 
-def draw(text: str, title: str, file: Path) -> None:
-    """Write what a terminal shows as an SVG that loads nothing from anywhere."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(text))
-    svg = console.export_svg(title=title)
-    file.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code", "monospace"))
+def check(folder: Path) -> None:
+    """Show what is said of a script whose loader was not prepared, below its last lines."""
+    (folder / "train.py").write_text(UNPREPARED)
+    command = "meshwright check --cpu --num_processes 2 train.py"
+    for columns, end in ((COLUMNS, ""), (64, "-narrow")):
+        listing = "cat -n train.py | tail -n 8"
+        text = shown(command, folder, columns)
+        lines = shown(listing, folder, columns)
+        draw(
+            f"$ {listing}\n{lines}$ {command}\n{text}".rstrip(),
+            "train.py · 2 processes",
+            IMAGES / f"check{end}.svg",
+            columns,
+        )
 
 
 def verdict(folder: Path) -> None:
     """Show what a rank-guarded gather ends with, after the default 30 seconds."""
     (folder / "train.py").write_text(STUCK)
-    text = shown("accelerate launch --cpu --num_processes 4 train.py", folder)
-    panel = text[text.rindex("── the run failed") :]
-    start = text.rindex("\n", 0, text.index(panel)) + 1  # with the escape codes before it
-    draw(text[start:].rstrip(), "accelerate launch --cpu --num_processes 4 train.py", IMAGES / "verdict.svg")
+    command = "meshwright launch --cpu --num_processes 4 train.py"
+    for columns, end in ((COLUMNS, ""), (62, "-narrow")):
+        text = shown(command, folder, columns)
+        panel = text[text.rindex("── the run failed") :]
+        start = text.rindex("\n", 0, text.index(panel)) + 1  # with the escape codes before it
+        draw(text[start:].rstrip(), "train.py · 4 processes", IMAGES / f"verdict{end}.svg", columns)
+
+
+def _pictures_of_page(page: Path, folder: Path, name: str) -> None:
+    """Write a page as four pictures: light and dark, wide and for phones."""
+    with Browser(folder) as browser:
+        browser.send("Emulation.setScrollbarsHidden", hidden=True)
+        for width, height, scale, end in ((1280, 900, 1.25, ""), (368, 880, 2.0, "-narrow")):
+            for scheme in ("light", "dark"):
+                browser.send(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width, height=height, deviceScaleFactor=scale, mobile=False,
+                )  # fmt: skip
+                browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+                browser.open(page)
+                browser.picture(IMAGES / f"{name}-{scheme}{end}.png")
+
+
+def plan(folder: Path) -> None:
+    """Show the memory of a Llama of 8 billion parameters over one step on eight H100."""
+    (folder / "train.py").write_text(LARGE)
+    options = "--mixed_precision bf16 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+    shown(f"meshwright plan --gpus 8xH100 {options} --steps 20000 --html plan.html train.py", folder)
+    _pictures_of_page(folder / "plan.html", folder, "plan")
 
 
 def report(folder: Path) -> None:
     """Show the page of three runs."""
     (folder / "train.py").write_text(LOGGED)
-    shown(f"{sys.executable} train.py && accelerate report runs", folder)
-    with Browser(folder, 1280, 760) as browser:
-        browser.open(folder / "runs" / "report.html")
-        browser.picture(IMAGES / "report.png")
+    shown(f"{sys.executable} train.py && meshwright report runs", folder)
+    _pictures_of_page(folder / "runs" / "report.html", folder, "report")
 
 
 def watch(folder: Path) -> None:
     """Show four ranks that train, of which one waits longer for its data."""
     (folder / "train.py").write_text(SLOW)
-    training = "accelerate launch --cpu --num_processes 4 train.py & sleep 45"
-    text = shown(f"{training}; timeout --foreground --signal INT 10 accelerate watch runs; kill %1; wait", folder)
+    training = "meshwright launch --cpu --num_processes 4 train.py & sleep 45"
+    text = shown(f"{training}; timeout --foreground --signal INT 10 meshwright watch runs; kill %1; wait", folder)
     frame = text[text.rindex("baseline") :]  # the last one, which stays
-    draw(frame.partition("accelerate launch")[0].rstrip(), "accelerate watch runs", IMAGES / "watch.svg")
+    draw(frame.partition("meshwright launch")[0].rstrip(), "meshwright watch runs", IMAGES / "watch.svg", COLUMNS)
 
 
-PICTURES = {"verdict": verdict, "report": report, "watch": watch}
+PICTURES = {"check": check, "verdict": verdict, "plan": plan, "report": report, "watch": watch}
 
 
 if __name__ == "__main__":

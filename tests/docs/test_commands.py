@@ -22,10 +22,10 @@ LAUNCHES = [
     (block.place, found[1].replace("\\\n", " "))
     for block in BLOCKS
     if block.why_not is not None
-    for found in re.finditer(r"accelerate launch ((?:[^\n|;#\\]|\\\n)+)", block.code)
+    for found in re.finditer(r"meshwright launch ((?:[^\n|;#\\]|\\\n)+)", block.code)
 ]
 
-PROGRAMS = ("accelerate", "python", "torchrun")
+PROGRAMS = ("meshwright", "python", "torchrun")
 EXAMPLE = re.compile(r" examples/\w+\.py$")
 """`tests/examples` starts each of them."""
 
@@ -61,7 +61,7 @@ def _runnable(page: Path) -> list[Block]:
 def _launches(block: Block) -> set[str]:
     """Return the starts of a script in a block: they need nothing from the lines before, and take long."""
     lines = (line.partition(" #")[0].strip() for line in block.code.splitlines())
-    return {line for line in lines if line.startswith(("accelerate launch ", "python ")) and line.endswith(".py")}
+    return {line for line in lines if line.startswith(("meshwright launch ", "python ")) and line.endswith(".py")}
 
 
 def _run(block: Block, folder: Path, without: set[str]) -> None:
@@ -81,7 +81,7 @@ def _commands(code: str) -> list[list[str]]:
 @pytest.mark.parametrize(("place", "words"), LAUNCHES, ids=[f"{place} {words[:40]}" for place, words in LAUNCHES])
 def test_a_launch_that_cannot_run_here_can_be_explained(place: str, words: str, tmp_path: Path) -> None:
     furnish(tmp_path)
-    command = ["accelerate", "launch", "--explain", *shlex.split(words)]
+    command = ["meshwright", "launch", "--explain", *shlex.split(words)]
     printed = run_to_success(command, place, directory=tmp_path, env=_environment(tmp_path), time_limit=300)
     assert "train.py" in printed
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from accelerate.commands.config import load_config_from_file
+from meshwright.commands.config import load_config_from_file
 
-from .pages import PAGES, blocks_of, name_of, pages_with
+from .pages import PAGES, ROOT, blocks_of, name_of, pages_with
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
@@ -50,7 +50,7 @@ def test_code_fits_the_column_of_the_site() -> None:
     wide = [
         f"{block.place}: {line}"
         for page in PAGES
-        if page.parent.name == "docs"
+        if page.is_relative_to(ROOT / "docs")
         for block in blocks_of(page)
         for line in block.code.splitlines()
         if len(line) > 88

@@ -7,9 +7,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-import sys
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,17 +15,18 @@ import pytest
 
 import accelerate
 import accelerate.utils
-from accelerate.commands.launch import launch_command_parser
-from accelerate.watch.hangs import verdict
+import meshwright
+from meshwright.commands.launch import launch_command_parser
+from meshwright.watch.hangs import verdict
 
 from .pages import ROOT
 
-REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+REFERENCE = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
 _IS_A_SETTING = re.compile(r"\w+(Plugin|Kwargs|Config|Configuration)")
 CONFIG_CLASSES = sorted(
     {
         found
-        for place in (accelerate, accelerate.utils)
+        for place in (accelerate, accelerate.utils, meshwright)
         for name in place.__all__
         if _IS_A_SETTING.fullmatch(name) and dataclasses.is_dataclass(found := getattr(place, name))
     },
@@ -81,14 +80,16 @@ def test_every_field_of_a_config_class_is_described(config: type) -> None:
     fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     described = {name for base in config.__mro__[:-1] for name in _described_fields(base)}
     assert not fields - described, f"{config.__name__}: no docstring below {', '.join(sorted(fields - described))}"
-    assert re.search(rf"^::: [\w.]+\.{config.__name__}$", REFERENCE, flags=re.MULTILINE), "not in docs/reference.md"
+    assert re.search(rf"^::: [\w.]+\.{config.__name__}$", REFERENCE, flags=re.MULTILINE), "not in docs/reference"
 
 
 def _described_fields(config: type) -> set[str]:
     """Return the fields that have a docstring below them."""
-    source = Path(str(sys.modules[config.__module__].__file__)).read_text(encoding="utf-8")
     [body] = [
-        node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == config.__name__
+        node.body
+        for file in (ROOT / "src" / "meshwright" / "config").rglob("*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == config.__name__
     ]
     return {
         field.target.id
@@ -110,7 +111,7 @@ def test_the_config_classes_are_found() -> None:
 
 
 def test_the_committed_pages_are_what_the_code_says(tables: ModuleType) -> None:
-    pages = [page for page in (ROOT / "docs").glob("*.md") if "<!-- made: " in page.read_text(encoding="utf-8")]
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "<!-- made: " in page.read_text(encoding="utf-8")]
     assert {page.name for page in pages} == {"launch_options.md", "troubleshooting.md"}
     for page in pages:
         text = page.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
 from tests.commands.views.browser import PROGRAM, Browser
 
@@ -44,6 +45,7 @@ class _Page(HTMLParser):
             self.links.append(str(found["href"]))
         if tag in _LOADED and found.get(_LOADED[tag]) and found.get("rel") not in _HARMLESS:
             self.loaded.append(str(found[_LOADED[tag]]))
+        self.loaded += [part.split()[0] for part in (found.get("srcset") or "").split(",") if part.strip()]
 
 
 @cache
@@ -150,14 +152,39 @@ def _served(folder: Path) -> Iterator[str]:
 
 
 def test_reference_shows_what_the_docstrings_say(site: Path) -> None:
-    reference = _read(site.resolve() / "reference.html")
-    assert {"accelerate.Accelerator", "accelerate.Accelerator.prepare", "accelerate.PartialState"} <= reference.anchors
-    assert "accelerate.utils.ProjectConfiguration(total_limit)" in reference.anchors
-    assert "accelerate.Accelerator(mixed_precision)" in reference.anchors
+    pages = [_read(page) for page in (site.resolve() / "reference").glob("*.html")]
+    shown = {anchor for page in pages for anchor in page.anchors}
+    assert {"meshwright.Accelerator", "meshwright.Accelerator.prepare", "meshwright.PartialState"} <= shown
+    assert "meshwright.ProjectConfiguration(total_limit)" in shown
+    assert "meshwright.Accelerator(mixed_precision)" in shown
+
+
+def test_every_page_is_there_as_markdown_and_listed_for_programs(site: Path) -> None:
+    listed = re.findall(r"\]\((.+?\.md)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    assert {"index.md", "quick_tour.md", "reference/accelerator.md", "SKILL.md", "benchmarks/index.md"} <= set(listed)
+    for name in listed:
+        text = (site / name).read_text(encoding="utf-8")
+        broken = [
+            link["target"]
+            for link in _LINK.finditer(text)
+            if not urlsplit(link["target"]).netloc
+            and not urlsplit(link["target"]).path.endswith("README.md")  # is index.html in the site
+            and urlsplit(link["target"]).path
+            and not (site / name).parent.joinpath(unquote(urlsplit(link["target"]).path)).exists()
+        ]
+        assert not broken, f"{name}: {broken}"
+
+
+def test_every_page_is_in_one_of_five_groups_of_eight(site: Path) -> None:
+    groups = yaml.safe_load(re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))["nav"]
+    assert [name for group in groups for name in group] == ["Start", "Train", "Scale", "Operate", "Reference"]
+    for group in groups:
+        for name, entries in group.items():
+            assert len(entries) <= 8, name
 
 
 def test_signatures_are_wrapped(site: Path) -> None:
-    text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text(encoding="utf-8"))
+    text = re.sub(r"<[^>]+>", "", (site / "reference" / "accelerator.html").read_text(encoding="utf-8"))
     assert re.search(r"^Accelerator\(\n    device_placement: bool = True,\n", text, flags=re.MULTILINE)
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from meshwright import Accelerator, ProjectConfiguration, set_seed
 
 accelerator = Accelerator(project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=1))
 set_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from accelerate.tracking.jsonl import JSONLTracker
+from meshwright.tracking.jsonl import JSONLTracker
 
 from .pages import ROOT
 

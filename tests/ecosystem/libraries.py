@@ -16,12 +16,12 @@ import pytest
 from tests.launching import environment, run_to_success
 from tests.ranks.pool import free_port
 
-PYTHON = os.environ.get("ACCELERATE_LIBRARIES_PYTHON", "")
+PYTHON = os.environ.get("MESHWRIGHT_LIBRARIES_PYTHON", "")
 SCENARIOS = Path(__file__).with_name("scenarios")
 REPOSITORY = Path(__file__).parents[2]
 
 needs_libraries = pytest.mark.skipif(
-    not PYTHON, reason="no venv with the libraries: run .ci/install_libraries and set ACCELERATE_LIBRARIES_PYTHON"
+    not PYTHON, reason="no venv with the libraries: run .ci/install_libraries and set MESHWRIGHT_LIBRARIES_PYTHON"
 )
 
 

@@ -135,7 +135,7 @@ def plan(script: Script, file: Path, folder: Path) -> dict[str, Any]:
     }
     words = [
         "-m",
-        "accelerate.commands.accelerate_cli",
+        "meshwright",
         "plan",
         *script.devices,
         "--json",

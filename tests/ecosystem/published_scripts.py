@@ -1,170 +1,287 @@
-"""Run the training scripts that ship inside installed packages, unmodified, under accelerate 1.15 and under ours.
+"""Run published training scripts, unmodified, under accelerate 1.15 and under ours, and compare what they train.
 
-Models and data are made on the spot; nothing is downloaded. Each script trains a few steps on one process and on two,
-and the losses and gradient norms that `Trainer` logs have to agree. `.ci/nightly` runs this in the libraries' venv:
+TRL's scripts are in its installed package. The others are read from checkouts of the examples of accelerate,
+transformers, diffusers and PEFT below one folder; none of their packages has them. Nothing is downloaded: models and
+data are made on the spot. Each script trains a few steps on one process and on two, with the order of samples of 1.x.
+Every loss, the parameters after every step and what is measured have to be equal, to the bit. In the libraries' venv:
 
-    python -m tests.ecosystem.published_scripts [NAME ...]
+    python -m tests.ecosystem.published_scripts [NAME ...] [--checkouts FOLDER] [--processes NUMBER ...]
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.ecosystem.scenarios.tiny import SENTENCES, llama, tokenizer
+import torch
+
+from tests.ecosystem.trained_materials import make_everything
 
 REFERENCE = Path(sys.prefix) / "reference"
-OURS = Path(__file__).parents[2] / "src"
-STEPS = 4
-TOLERANCE = 1e-5
+REPOSITORY = Path(__file__).parents[2]
 SECONDS = 600
-_COMMON = (
-    *("--max_steps", STEPS, "--per_device_train_batch_size", 2, "--learning_rate", "1e-3", "--logging_steps", 1),
-    *("--save_strategy", "no", "--report_to", "none", "--bf16", "False", "--use_cpu", "True"),
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script: where it is, below the checkouts or in a package, and its arguments."""
+
+    path: str
+    arguments: str = ""
+    has_images: bool = False
+
+
+_TRL = (
+    "--output_dir out --max_steps 4 --per_device_train_batch_size 2 --learning_rate 1e-3 --logging_steps 1 "
+    "--save_strategy no --report_to none --bf16 False --use_cpu True --max_length 16"
 )
-_TEXT, _PAIRS, _LABELS, _PROMPTS = (
-    ("text",),
-    ("prompt", "chosen", "rejected"),
-    ("prompt", "completion", "label"),
-    ("prompt",),
+_GENERATING = _TRL.replace("--max_length 16", "--reward_model_name_or_path judge --num_generations 2") + (
+    " --max_completion_length 4"
 )
-SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[object, ...]]] = {
-    "sft": ("trl", _TEXT, ("--max_length", 16)),
-    "dpo": ("trl", _PAIRS, ("--max_length", 16)),
-    "kto": ("trl", _LABELS, ("--max_length", 16)),
-    "reward": ("trl", _PAIRS[1:], ("--max_length", 16)),
-    "grpo": (
-        "trl",
-        _PROMPTS,
-        ("--reward_model_name_or_path", "judge", "--num_generations", 2, "--max_completion_length", 4),
-    ),
-    "rloo": (
-        "trl",
-        _PROMPTS,
-        ("--reward_model_name_or_path", "judge", "--num_generations", 2, "--max_completion_length", 4),
-    ),
-}
-"""Name -> package, columns of its data, and what it needs besides the common options."""
+_NO_TRAINER = (
+    "--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --num_train_epochs 2 --output_dir out --seed 1 "
+    "--learning_rate 1e-3"
+)
+_TRAINER = (
+    "--do_train --do_eval --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --num_train_epochs 2 "
+    "--output_dir out --learning_rate 1e-3 --report_to none --save_strategy no --use_cpu"
+)
+_DIFFUSERS = "--resolution 32 --train_batch_size 2 --max_train_steps 5 --output_dir out --seed 1"
+_SD = f"--pretrained_model_name_or_path stable-diffusion {_DIFFUSERS}"
+_SDXL = f"--pretrained_model_name_or_path stable-diffusion-xl {_DIFFUSERS}"
+_CAPTIONED = "--train_data_dir captioned"
+_SUBJECT = "--instance_data_dir subject --instance_prompt cat"
+_TRANSLATION = "--train_file translation.json --validation_file translation.json --source_lang en --target_lang de"
+_PICTURES = "--data_dir pets"
+_PRETRAINING = "--train_dir classes/train --image_size 32 --patch_size 4 --mask_patch_size 8 --encoder_stride 4"
 
 
-def make_models(folder: Path) -> None:
-    """Write a tiny language model and a tiny judge, each with a tokenizer."""
-    import torch
-    from transformers import LlamaForSequenceClassification
-
-    words = tokenizer()
-    model = llama(len(words))
-    torch.manual_seed(1)
-    judge = LlamaForSequenceClassification(
-        type(model.config)(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": 1})
-    )
-    for name, made in (("model", model), ("judge", judge)):
-        made.save_pretrained(folder / name)
-        words.save_pretrained(folder / name)
-
-
-def make_data(folder: Path, columns: tuple[str, ...]) -> Path:
-    """Write samples that have these columns."""
-    values = {
-        "text": lambda i: SENTENCES[i],
-        "prompt": lambda i: SENTENCES[i],
-        "chosen": lambda i: SENTENCES[i + 1],
-        "rejected": lambda i: SENTENCES[i + 2],
-        "completion": lambda i: SENTENCES[i + 1],
-        "label": lambda i: i % 2 == 0,
+def _transformers(kind: str, name: str, arguments: str, *, has_images: bool = False) -> dict[str, Script]:
+    """A task of transformers' examples, without `Trainer` and with it."""
+    without, with_trainer = (f"pytorch/{kind}/{name}{end}.py" for end in ("_no_trainer", ""))
+    return {
+        f"{name}_no_trainer": Script(without, f"{arguments} {_NO_TRAINER}", has_images),
+        name: Script(with_trainer, f"{arguments} {_TRAINER}", has_images),
     }
-    data = folder / ("data-" + "-".join(columns))
-    data.mkdir(exist_ok=True)
-    rows = [{column: values[column](i) for column in columns} for i in range(40)]
-    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return data
 
 
-def run(name: str, world_size: int, accelerate: Path, folder: Path) -> list[dict[str, float]]:
-    """Run a script and return what its trainer logged at every step."""
-    package, columns, options = SCRIPTS[name]
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    script = Path(spec.origin).parent / "scripts" / f"{name}.py"
-    model = "judge" if name == "reward" else "model"
-    words = [
-        "--model_name_or_path",
-        model,
-        "--dataset_name",
-        make_data(folder, columns),
-        "--output_dir",
-        "out",
-        *_COMMON,
-    ]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world_size] if world_size > 1 else []
-    variables = {
-        "PYTHONPATH": str(accelerate),
-        "ACCELERATE_USE_CPU": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hf"),
-        "TQDM_DISABLE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    command = [str(word) for word in (sys.executable, *launcher, script, *words, *options)]
-    ended = subprocess.run(
-        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=SECONDS
+_BY_FEATURE = (
+    "automatic_gradient_accumulation", "checkpointing", "cross_validation", "ddp_comm_hook", "early_stopping",
+    "gradient_accumulation", "gradient_accumulation_for_autoregressive_models", "local_sgd", "memory",
+    "multi_process_metrics", "profiler", "schedule_free", "tracking",
+)  # fmt: skip
+SCRIPTS: dict[str, Script] = {
+    "sft": Script("trl/scripts/sft.py", f"--model_name_or_path model --dataset_name data-text {_TRL}"),
+    "dpo": Script("trl/scripts/dpo.py", f"--model_name_or_path model --dataset_name data-pairs {_TRL}"),
+    "kto": Script("trl/scripts/kto.py", f"--model_name_or_path model --dataset_name data-labels {_TRL}"),
+    "reward": Script("trl/scripts/reward.py", f"--model_name_or_path judge --dataset_name data-chosen {_TRL}"),
+    "grpo": Script("trl/scripts/grpo.py", f"--model_name_or_path model --dataset_name data-prompts {_GENERATING}"),
+    "rloo": Script("trl/scripts/rloo.py", f"--model_name_or_path model --dataset_name data-prompts {_GENERATING}"),
+    "nlp_example": Script("examples/nlp_example.py", "--cpu"),
+    "complete_nlp_example": Script("examples/complete_nlp_example.py", "--cpu --checkpointing_steps epoch"),
+    "cv_example": Script("examples/cv_example.py", f"--cpu {_PICTURES}", has_images=True),
+    "complete_cv_example": Script("examples/complete_cv_example.py", f"--cpu {_PICTURES}", has_images=True),
+    **{name: Script(f"by_feature/{name}.py", "--cpu") for name in _BY_FEATURE},
+    **_transformers(
+        "language-modeling", "run_clm",
+        "--model_name_or_path model --train_file text.json --validation_file text.json --block_size 16",
+    ),
+    **_transformers(
+        "language-modeling", "run_mlm",
+        "--model_name_or_path bert-base-cased --train_file text.json --validation_file text.json --max_seq_length 16",
+    ),
+    **_transformers(
+        "language-modeling", "run_fim",
+        "--model_name_or_path model --train_file text.json --validation_file text.json --block_size 16 "
+        "--fim_prefix_token [CLS] --fim_middle_token [SEP] --fim_suffix_token [MASK] --fim_pad_token [PAD]",
+    ),
+    **_transformers(
+        "text-classification", "run_glue",
+        "--model_name_or_path bert-base-cased --train_file classes.json --validation_file classes.json",
+    ),
+    **_transformers("translation", "run_translation", f"--model_name_or_path t5 {_TRANSLATION}"),
+    **_transformers(
+        "summarization", "run_summarization",
+        "--model_name_or_path t5 --train_file summaries.json --validation_file summaries.json",
+    ),
+    **_transformers(
+        "token-classification", "run_ner",
+        "--model_name_or_path bert-base-cased --train_file tags.json --validation_file tags.json",
+    ),
+    **_transformers(
+        "multiple-choice", "run_swag",
+        "--model_name_or_path bert-base-cased --train_file endings.json --validation_file endings.json",
+    ),
+    **_transformers(
+        "question-answering", "run_qa",
+        "--model_name_or_path bert-base-cased --train_file answers.json --validation_file answers.json "
+        "--max_seq_length 32 --doc_stride 8",
+    ),
+    **_transformers(
+        "image-classification", "run_image_classification",
+        "--model_name_or_path vit --train_dir classes/train --label_column_name label --ignore_mismatched_sizes",
+        has_images=True,
+    ),
+    **_transformers("image-pretraining", "run_mim", f"--model_name_or_path vit {_PRETRAINING}", has_images=True),
+    "train_unconditional": Script(
+        "unconditional_image_generation/train_unconditional.py",
+        "--train_data_dir captioned --resolution 32 --train_batch_size 4 --num_epochs 1 --output_dir out",
+        has_images=True,
+    ),
+    "train_text_to_image": Script("text_to_image/train_text_to_image.py", f"{_SD} {_CAPTIONED} --use_ema", True),
+    "train_text_to_image_lora": Script("text_to_image/train_text_to_image_lora.py", f"{_SD} {_CAPTIONED}", True),
+    "train_text_to_image_sdxl": Script("text_to_image/train_text_to_image_sdxl.py", f"{_SDXL} {_CAPTIONED}", True),
+    "train_text_to_image_lora_sdxl": Script(
+        "text_to_image/train_text_to_image_lora_sdxl.py", f"{_SDXL} {_CAPTIONED} --train_text_encoder", True
+    ),
+    "train_dreambooth": Script(
+        "examples/dreambooth/train_dreambooth.py", f"{_SD} {_SUBJECT} --train_text_encoder", True
+    ),
+    "train_dreambooth_lora": Script("examples/dreambooth/train_dreambooth_lora.py", f"{_SD} {_SUBJECT}", True),
+    "train_dreambooth_lora_sdxl": Script(
+        "examples/dreambooth/train_dreambooth_lora_sdxl.py", f"{_SDXL} {_SUBJECT}", True
+    ),
+    "textual_inversion": Script(
+        "examples/textual_inversion/textual_inversion.py",
+        f"{_SD} --train_data_dir subject --placeholder_token <new> --initializer_token a --learnable_property object",
+        True,
+    ),
+    "train_instruct_pix2pix": Script(
+        "instruct_pix2pix/train_instruct_pix2pix.py",
+        f"{_SD} --train_data_dir edited --original_image_column input_image --edited_image_column edited_image "
+        "--edit_prompt_column edit_prompt",
+        True,
+    ),
+    "olora_finetuning": Script(
+        "olora_finetuning/olora_finetuning.py",
+        "--base_model model --data_path data-instructions --batch_size 4 --num_epochs 1 "
+        "--cutoff_len 32 --dtype float32",
+    ),
+    "peft_no_lora_accelerate": Script("sequence_classification/peft_no_lora_accelerate.py"),
+}  # fmt: skip
+"""What runs. A script of transformers, accelerate or diffusers that is not named here asks for weights or packages."""
+
+
+def find(script: Script, checkouts: Path | None) -> Path | None:
+    """Return where a script is: in an installed package or below the checkouts; None where it is not."""
+    package, _, rest = script.path.partition("/")
+    spec = find_spec(package) if package == "trl" else None
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent / rest
+    return (
+        next((file for file in checkouts.rglob(Path(script.path).name) if str(file).endswith(script.path)), None)
+        if checkouts
+        else None
     )
-    if ended.returncode:
-        raise RuntimeError("\n".join((ended.stderr or ended.stdout).strip().splitlines()[-30:]))
-    return [logged for line in ended.stdout.splitlines() if (logged := _numbers(line)) and "loss" in logged]
 
 
-def _numbers(line: str) -> dict[str, float]:
-    """Read a line as `Trainer` prints it: a dictionary of numbers, some of them as text."""
-    try:
-        found: Any = json.loads(line.strip().replace("'", '"'))
-        return {name: float(value) for name, value in found.items() if name in ("loss", "grad_norm", "learning_rate")}
-    except (ValueError, AttributeError, TypeError):
-        return {}
+def run(script: Script, file: Path, world_size: int, accelerate: Path, materials: Path) -> list[dict[str, Any]]:
+    """Run a script in a folder of its own; return what every rank recorded."""
+    with tempfile.TemporaryDirectory(prefix="published-script-") as directory:
+        folder = Path(directory)
+        for made in materials.iterdir():
+            (folder / made.name).symlink_to(made)
+        records = folder / "records"
+        records.mkdir()
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size))
+        path = [accelerate, Path(__file__).with_name("stand_ins"), REPOSITORY, file.parent]
+        images = {"SCRIPT_HAS_IMAGES": "1"} if script.has_images else {}
+        path += [Path(sys.prefix) / "vision"] if script.has_images else []
+        variables = {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "SCRIPT_RECORDS": str(records),
+            "ACCELERATE_USE_CPU": "1",
+            "MESHWRIGHT_DATA_ORDER": "accelerate-1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(folder / "hf"),
+            "TQDM_DISABLE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            **images,
+        }
+        command = [sys.executable, *(launcher if world_size > 1 else ()), str(file), *script.arguments.split()]
+        ended = subprocess.run(
+            command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=SECONDS
+        )
+        if ended.returncode:
+            said = (ended.stderr or ended.stdout).strip().splitlines()
+            errors = [
+                line for line in said if re.match(r"(\[rank\d+\]: )?(?!.*ChildFailed)[\w.]+(Error|Exception)\b", line)
+            ]
+            raise RuntimeError((errors or said[-1:] or ["without a word"])[0])
+        return [torch.load(record, weights_only=True) for record in sorted(records.iterdir())]
 
 
-def largest_difference(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> float:
-    """Return the largest difference of a logged number; infinite where one of them logged more."""
-    if not ours or [entry.keys() for entry in ours] != [entry.keys() for entry in theirs]:
-        return float("inf")
-    return max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
+def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """Say how two records differ; nothing where they are equal to the bit."""
+    if len(ours) != len(theirs) or not ours:
+        return f"records of {len(ours)} ranks, with 1.15 of {len(theirs)}"
+    for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if all(a[what] == b[what] for what in ("losses", "steps", "measured")):
+            continue
+        if any(len(a[what]) != len(b[what]) for what in ("losses", "steps", "measured")):
+            counts = [" ".join(f"{len(x[what])} {what}" for what in ("losses", "steps", "measured")) for x in (a, b)]
+            return f"rank {rank}: {counts[0]}, with 1.15 {counts[1]}"
+        loss = max((abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True)), default=0.0)
+        first = next((i for i, (x, y) in enumerate(zip(a["steps"], b["steps"], strict=True)) if x != y), "none")
+        last = max((float((x - y).abs().max()) for x, y in zip(a["last"], b["last"], strict=True)), default=0.0)
+        measured = sum(x != y for x, y in zip(a["measured"], b["measured"], strict=True))
+        return (
+            f"rank {rank}: losses by {loss:.1e}, parameters by {last:.1e} (first at step {first}), {measured} measures"
+        )
+    return ""
 
 
-def compare(name: str, world_size: int, folder: Path) -> bool:
-    """Run a script under both, print one line, and tell whether they agree."""
-    begun = time.monotonic()
-    try:
-        theirs, ours = (run(name, world_size, accelerate, folder) for accelerate in (REFERENCE, OURS))
-        difference = largest_difference(ours, theirs)
-        agrees = difference <= TOLERANCE
-        losses = " ".join(f"{entry['loss']:.4f}" for entry in ours)
-        result = f"{'equal' if agrees else 'DIFFERENT'} (at most {difference:.1e})  losses {losses}"
-        if not agrees:
-            result += f"\n    ours {ours}\n    1.15 {theirs}"
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        agrees, result = False, f"FAILED\n{error}"
-    print(f"{name:8} {world_size} {time.monotonic() - begun:5.0f} s  {result}", flush=True)
-    return agrees
+def compare(name: str, world_size: int, checkouts: Path | None, materials: Path) -> str:
+    """Run a script under both, print one row of the table, and return "equal" or what else came of it."""
+    began = time.monotonic()
+    steps = ""
+    file = find(SCRIPTS[name], checkouts)
+    if file is None:
+        result = "not there"
+    else:
+        try:
+            under = "1.15"
+            theirs = run(SCRIPTS[name], file, world_size, REFERENCE, materials)
+            under = "ours"
+            ours = run(SCRIPTS[name], file, world_size, REPOSITORY / "src", materials)
+            result = difference(ours, theirs) or "equal"
+            steps = str(len(ours[0]["steps"])) if ours else ""
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            result = f"FAILED with {under}: {error}"
+    print(f"| {name} | {world_size} | {steps} | {time.monotonic() - began:.0f} | {result} |", flush=True)
+    return result
 
 
-def main(names: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Compare the named scripts, or all of them, on one process and on two; return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkouts", type=Path)
+    parser.add_argument("--processes", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="published-scripts-") as folder:
-        make_models(Path(folder))
-        agree = [compare(name, size, Path(folder)) for name in names or SCRIPTS for size in (1, 2)]
-    print(f"{sum(agree)} of {len(agree)} runs log the same numbers under both", flush=True)
-    return 0 if all(agree) else 1
+        make_everything(Path(folder))
+        print("| script | processes | steps | seconds | result |\n| --- | ---: | ---: | ---: | --- |", flush=True)
+        results = [
+            compare(name, size, options.checkouts, Path(folder))
+            for name in options.names or SCRIPTS
+            for size in options.processes
+        ]
+    found = [result for result in results if result != "not there"]
+    print(f"{found.count('equal')} of {len(found)} runs train the same, to the bit, under both", flush=True)
+    return 0 if found.count("equal") == len(found) else 1
 
 
 if __name__ == "__main__":

@@ -84,6 +84,19 @@ def test_models_train_by_their_own_plans_of_tensor_parallelism(world_size: int, 
         assert max(found[architecture].values()) < 1e-5, found
 
 
+def test_experts_are_split_also_where_transformers_applies_plans_by_name_which_is_simulated(tmp_path: Path) -> None:
+    architectures = ["Mixtral"] if PROFILE == "gate" else ["Mixtral", "Qwen3Moe", "DeepseekV3"]
+    changed = ["Mixtral:colwise", "Mixtral:"]
+    found = run_scenario(
+        "tensor_parallel", *architectures, *changed, world_size=2, directory=tmp_path, PLANS_BY_NAME="1"
+    )
+    assert "multiply gates of some columns with the values of others" in found["Mixtral:colwise"]
+    assert "splits model.layers.0.mlp.experts." in found["Mixtral:"]
+    assert "has no style by which it computes with a part" in found["Mixtral:"]
+    for architecture in architectures:
+        assert max(found[architecture].values()) < 1e-5, found
+
+
 def test_experts_train_by_their_own_plans_as_on_one_process(tmp_path: Path) -> None:
     ways: list[tuple[str, int, dict[str, int]]] = [
         ("Mixtral", 2, {"dp_shard_size": 2, "ep_size": 2}),
@@ -154,6 +167,13 @@ def test_packed_documents_windows_sinks_and_padding_are_those_of_one_process(wor
     results = found["results"]
     assert {share for name, share in results.items() if "moved" in name} == {50.0}
     assert max(off_by for name, off_by in results.items() if "moved" not in name) < 1e-5, results
+
+
+def test_masks_inside_of_simulated_functions_of_another_version_are_carried_or_refused(tmp_path: Path) -> None:
+    found = run_scenario("wrapped_masks", world_size=2, directory=tmp_path)
+    assert max(found["off_by"].values()) < 1e-5, found
+    for refusal in found["refusals"].values():
+        assert "its attention has a mask of its own" in refusal, found
 
 
 def test_a_llama_trains_by_settings_of_megatron_as_on_one_process(tmp_path: Path) -> None:

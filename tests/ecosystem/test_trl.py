@@ -42,4 +42,4 @@ def test_sft_trainer_and_the_command_line(world_size: int, tmp_path: Path) -> No
 
 
 def test_its_report_on_the_environment_names_our_version(tmp_path: Path) -> None:
-    assert "Accelerate version: 2." in run_command(program("trl"), "env", directory=tmp_path)
+    assert "Accelerate version: 1.15.0+meshwright." in run_command(program("trl"), "env", directory=tmp_path)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-import accelerate
-from accelerate import Accelerator
-from accelerate.errors import callers
-from accelerate.errors.callers import find_user_frame, is_user_file, walk_frames, warn
-from accelerate.utils import load_checkpoint_in_model
+import meshwright
+from meshwright import Accelerator, load_checkpoint_in_model
+from meshwright.errors import callers
+from meshwright.errors.callers import find_user_frame, is_user_file, walk_frames, warn
 from tests.training import make_model
 
 
@@ -37,7 +36,7 @@ def found() -> str:
 LIBRARY = "/opt/env/lib/python3.12/site-packages/library/trainer.py"
 ANOTHER = "/usr/lib/python3/dist-packages/library/data.py"
 PROGRAM = "/opt/env/lib/python3.12/site-packages/library/scripts/train.py"
-PACKAGE = str(Path(accelerate.__file__).parent / "accelerator.py")
+PACKAGE = str(Path(meshwright.__file__).parent / "accelerator.py")
 
 
 def test_the_line_is_the_innermost_one_of_the_users_own_code() -> None:
@@ -95,7 +94,7 @@ def wrong_loader(folder: Path) -> None:
 def empty_checkpoint(folder: Path) -> None:
     import torch
 
-    with accelerate.init_empty_weights():
+    with meshwright.init_empty_weights():
         model = make_model()
     torch.save({}, folder / "pytorch_model.bin")
     load_checkpoint_in_model(model, str(folder / "pytorch_model.bin"))
@@ -130,5 +129,5 @@ def test_a_warning_is_shown_once_for_a_line_as_python_does() -> None:
 
 
 def test_nothing_in_the_package_warns_by_counting_frames() -> None:
-    root = Path(accelerate.__file__).parent
+    root = Path(meshwright.__file__).parent
     assert [str(file) for file in root.rglob("*.py") if "warnings.warn(" in file.read_text()] == []

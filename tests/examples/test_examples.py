@@ -1,7 +1,7 @@
 """Every example runs on one process and on two, and reaches what its docstring says.
 
 Most are run by warm workers, as `python` would run them; some are started as their users start them, by torchrun and by
-`accelerate launch`, because that is what they show.
+`meshwright launch`, because that is what they show.
 """
 
 from __future__ import annotations
@@ -303,4 +303,4 @@ def test_every_example_is_tested_and_listed() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_every_script_says_how_it_is_launched(path: Path) -> None:
     docstring = path.read_text().split('"""')[1]
-    assert re.search(rf"^    (accelerate launch|torchrun) .*examples/{path.name}", docstring, re.MULTILINE)
+    assert re.search(rf"^    (meshwright launch|torchrun) .*examples/{path.name}", docstring, re.MULTILINE)

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import accelerate.big_modeling
-from accelerate import (
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate.utils import find_tied_parameters, set_module_tensor_to_device
+from accelerate.utils.modeling import get_state_dict_offloaded_model, load_state_dict
+from meshwright import (
     Accelerator,
     cpu_offload,
     disk_offload,
@@ -21,10 +24,7 @@ from accelerate import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.runtime.streams.mapping import is_mapped
-from accelerate.utils import find_tied_parameters, set_module_tensor_to_device
-from accelerate.utils.modeling import get_state_dict_offloaded_model, load_state_dict
+from meshwright.runtime.streams.mapping import is_mapped
 from tests.inference.models import Scaled, Tied, tied_model
 from tests.simulated_accelerator import device_module, on_a_simulated_accelerator
 

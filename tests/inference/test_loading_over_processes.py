@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.checkpoint.formats.model_files import save_model_files
+from meshwright import Accelerator, load_checkpoint_in_model
+from meshwright.checkpoint.formats.model_files import save_model_files
 from tests.ranks import ranks
 
 

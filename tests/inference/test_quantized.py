@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import init_empty_weights
-from accelerate.checkpoint.formats.model_files import save_model_files
-from accelerate.errors import UnsupportedSettingError
-from accelerate.inference.estimating.sizes import Sizes
-from accelerate.inference.quantized import layers_to_convert, quantized_model_size
-from accelerate.utils import BnbQuantizationConfig, CustomDtype, has_4bit_bnb_layers, load_and_quantize_model
+from accelerate.utils import CustomDtype, has_4bit_bnb_layers
 from accelerate.utils.bnb import (
     get_keys_to_not_convert,
     get_parameter_device,
@@ -25,6 +20,11 @@ from accelerate.utils.bnb import (
     replace_with_bnb_layers,
 )
 from accelerate.utils.offload import load_offloaded_weight
+from meshwright import BnbQuantizationConfig, init_empty_weights, load_and_quantize_model
+from meshwright.checkpoint.formats.model_files import save_model_files
+from meshwright.errors import UnsupportedSettingError
+from meshwright.inference.estimating.sizes import Sizes
+from meshwright.inference.quantized import layers_to_convert, quantized_model_size
 from tests.sizes import sized
 
 WIDTH, WORDS = 128, 64
@@ -221,9 +221,9 @@ def test_memory_stays_at_the_quantised_model_and_one_layer(tmp_path: Path) -> No
 PEAK = """
 import sys, torch
 from torch import nn
-from accelerate import init_empty_weights
-from accelerate.checkpoint.formats.model_files import save_model_files
-from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
+from meshwright import init_empty_weights
+from meshwright.checkpoint.formats.model_files import save_model_files
+from meshwright import BnbQuantizationConfig, load_and_quantize_model
 from pathlib import Path
 
 torch.set_num_threads(1)

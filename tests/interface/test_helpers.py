@@ -13,7 +13,6 @@ from torch import nn
 
 from accelerate import Accelerator, dispatch_model
 from accelerate.accelerator import get_state_dict_offloaded_model
-from accelerate.errors import UnsupportedSettingError
 from accelerate.utils import (
     MegatronLMDummyDataLoader,
     PrepareForLaunch,
@@ -37,6 +36,7 @@ from accelerate.utils import (
 )
 from accelerate.utils.dataclasses import get_module_class_from_name
 from accelerate.utils.other import get_free_port, has_repeated_blocks, is_repeated_blocks
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks
 
 

@@ -116,7 +116,7 @@ def test_a_broken_wandb_is_not_used(module: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_device_caches_need_not_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.inference import tensors
+    from meshwright.inference import tensors
 
     calls = overwrite(monkeypatch, "accelerate.utils.modeling", "clear_device_cache", lambda **kwargs: None)
     assert tensors.clear_device_cache is calls
@@ -130,7 +130,7 @@ def test_who_has_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_assignment_is_undone_where_it_was_made() -> None:
-    from accelerate.runtime.devices import abilities
+    from meshwright.runtime.devices import abilities
 
     before = abilities.is_wandb_available
     with pytest.MonkeyPatch.context() as patch:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.devices import count_accelerators, count_cores
-from accelerate.runtime.devices import machine
+from meshwright.launch.devices import count_accelerators, count_cores
+from meshwright.runtime.devices import machine
 from tests.recorded_machines import on_machine
 
 
@@ -19,7 +19,7 @@ def test_devices_are_counted_where_the_first_is_missing_of_recorded_machines() -
 def test_torch_is_not_imported_without_a_device_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(machine, "PLATFORM", "linux")
-    monkeypatch.setitem(sys.modules, "accelerate.runtime.devices.device", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "meshwright.runtime.devices.device", None)  # an import of it fails
     assert count_accelerators() == 0
 
 

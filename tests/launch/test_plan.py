@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch import plan as planning
-from accelerate.launch.machines.cluster import Cluster
-from accelerate.launch.plan import Plan, make_plan, worker_command
-from accelerate.launch.processes.run import _export_flags
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch import plan as planning
+from meshwright.launch.machines.cluster import Cluster
+from meshwright.launch.plan import Plan, make_plan, worker_command
+from meshwright.launch.processes.run import _export_flags
 from tests.recorded_machines import on_machine
 
 
@@ -61,7 +61,7 @@ def test_a_launch_on_tpus_leaves_the_processes_to_torch_xla() -> None:
     assert (made.variables["USE_TORCH_XLA"], made.variables["XLA_DOWNCAST_BF16"]) == ("1", "1")
     settings = LaunchSettings.resolve({"tpu": True, "main_training_function": "main", "num_processes": 8}, None)
     command = worker_command(settings, ["train.py", "--lr", "1"], recorded=False)
-    assert command[1:] == ["-m", "accelerate.launch.processes.on_xla", "main", "8", "train.py", "--lr", "1"]
+    assert command[1:] == ["-m", "meshwright.launch.processes.on_xla", "main", "8", "train.py", "--lr", "1"]
 
 
 def test_without_a_function_one_process_uses_all_tpus() -> None:
@@ -180,6 +180,6 @@ def test_the_head_of_a_job_leaves_nccl_to_the_launchers_of_recorded_machines(mon
 
 
 def test_the_children_are_told_where_each_setting_came_from() -> None:
-    origins = json.loads(plan(mixed_precision="bf16").variables["ACCELERATE_LAUNCH_ORIGINS"])
+    origins = json.loads(plan(mixed_precision="bf16").variables["MESHWRIGHT_LAUNCH_ORIGINS"])
     assert origins["mixed_precision"] == "flag --mixed_precision"
     assert origins["debug"] == "default"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 from .small_transformer import LENGTH, VOCABULARY, loss_of
 

@@ -13,9 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate import cpu_offload
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import FullyShardedDataParallelPlugin, ParallelismConfig, cpu_offload
 
 from .small_transformer import TP_PLAN, Transformer
 

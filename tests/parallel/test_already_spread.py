@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate import Accelerator, PartialState
-from accelerate.errors import UnsupportedSettingError
-from accelerate.local_sgd import LocalSGD
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, LocalSGD, ParallelismConfig, PartialState
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import cases
 

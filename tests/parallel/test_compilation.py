@@ -19,19 +19,16 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate import Accelerator
-from accelerate.utils import (
+from accelerate.utils import compile_regions_deepspeed, compile_regions_fsdp2, is_compiled_module, model_has_dtensor
+from benchmarks.compile import Blocks
+from meshwright import (
+    Accelerator,
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
     compile_regions,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
     extract_model_from_parallel,
     has_compiled_regions,
-    is_compiled_module,
-    model_has_dtensor,
 )
-from benchmarks.compile import Blocks
 from tests.ranks import ranks
 from tests.sizes import sized
 from tests.timing import ALONE
@@ -123,7 +120,7 @@ def test_a_compiled_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
     own = blocks(seed=1)
     compiled.prepare(own)
     compiled.save_state(tmp_path)
-    plain = Accelerator(cpu=True)
+    plain = Accelerator(cpu=True, dynamo_backend="no")
     model = plain.prepare(blocks(seed=2))
     plain.load_state(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), own.parameters(), strict=True))
@@ -132,7 +129,7 @@ def test_a_compiled_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
 def test_a_model_is_not_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     mine = torch.compile(blocks(), backend="aot_eager")
-    with caplog.at_level(logging.INFO, logger="accelerate"):
+    with caplog.at_level(logging.INFO, logger="meshwright"):
         assert accelerator.prepare(mine) is mine
     assert "compiled already" in caplog.text
     model = accelerator.prepare(blocks())
@@ -239,7 +236,7 @@ def test_the_outermost_repeated_blocks_are_the_regions() -> None:
 
 def test_a_model_without_blocks_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     model = OfTorch()
-    with caplog.at_level(logging.INFO, logger="accelerate"):
+    with caplog.at_level(logging.INFO, logger="meshwright"):
         whole = compile_regions(model, backend="eager")
     assert is_compiled_module(whole)
     assert "OfTorch has no repeated blocks" in caplog.text
@@ -370,7 +367,7 @@ def test_unwrapping_compiled_ddp_by_hand() -> None:
 def test_neither_importing_nor_preparing_brings_the_compiler() -> None:
     program = """
 import sys, torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 import accelerate.utils
 Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
 print(sorted({"torch._dynamo", "torchao"} & set(sys.modules)))

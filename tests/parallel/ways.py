@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.ranks import RankFailure, run_on_ranks
 from tests.sizes import sized
 

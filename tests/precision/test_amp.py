@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, AutocastKwargs
+from meshwright import Accelerator, AutocastKwargs
 from tests.ranks import ranks
 from tests.training import loss_of, make_data, make_model
 

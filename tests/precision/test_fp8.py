@@ -15,22 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import (
+from accelerate.utils import FP8BackendType, convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
+from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
+from meshwright import (
+    Accelerator,
     AORecipeKwargs,
-    FP8BackendType,
     FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
     KwargsHandler,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
     TorchDynamoPlugin,
-    convert_model_to_fp8_ao,
-    filter_first_and_last_linear_layers,
-    has_ao_layers,
 )
-from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks
 
 IN, OUT = 32, 16
@@ -134,7 +131,7 @@ def test_names_and_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
     plain = make_model(seed=2)
     plain.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    other = Accelerator(cpu=True)
+    other = Accelerator(cpu=True, mixed_precision="no")
     loaded = other.prepare(make_model(seed=3))
     other.load_state(tmp_path / "state")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
@@ -143,7 +140,7 @@ def test_names_and_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
 
 
 def test_converted_layers_are_logged_once_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="accelerate"):
+    with caplog.at_level(logging.INFO, logger="meshwright"):
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
         model = accelerator.prepare(make_model())
         accelerator.prepare(model)

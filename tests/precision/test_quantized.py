@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks
 
 WIDTH = 64

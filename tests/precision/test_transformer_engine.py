@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.config.enums import FP8BackendType
-from accelerate.utils import (
-    TERecipeKwargs,
-    apply_fp8_autowrap,
-    contextual_fp8_autocast,
-    convert_model,
-    has_transformer_engine_layers,
-)
+from accelerate.utils import apply_fp8_autowrap, contextual_fp8_autocast, convert_model, has_transformer_engine_layers
+from meshwright import Accelerator, TERecipeKwargs
+from meshwright.config.enums import FP8BackendType
 
 from . import transformer_engine_stand_in as stand_in
 

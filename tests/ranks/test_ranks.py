@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import PartialState
+from meshwright import PartialState
 from tests.ranks import RankFailure, new_pool, ranks, run_on_ranks, shared_pool
 from tests.ranks.pool import MOST_THREADS
 from tests.timing import limit

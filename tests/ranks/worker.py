@@ -91,7 +91,7 @@ def forget_everything() -> None:
     """Close process groups and drop the library's state, as if the process were new."""
     import torch.distributed as dist
 
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from meshwright import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
     PartialState._reset_state()

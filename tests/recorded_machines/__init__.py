@@ -30,7 +30,7 @@ import pytest
 import torch
 import yaml
 
-from accelerate.runtime.devices import device, machine
+from meshwright.runtime.devices import device, machine
 
 FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in (FOLDER / "machines").glob("*.yaml"))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.launch.processes.verdict import Ending, judge, panel
-from accelerate.watch.hangs.watcher import is_lost_peer_error
+from meshwright.launch.processes.verdict import Ending, judge, panel
+from meshwright.watch.hangs.watcher import is_lost_peer_error
 from tests.recorded_machines import FOLDER
 
 FAILURES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "failures.yaml").read_text())

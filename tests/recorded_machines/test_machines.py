@@ -1,4 +1,4 @@
-"""What the library makes of every recorded machine: the plan, devices, cores, and what `accelerate env` prints."""
+"""What the library makes of every recorded machine: the plan, devices, cores, and what `meshwright env` prints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.commands.env import env_command, env_command_parser
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.devices import count_accelerators
-from accelerate.launch.machines.cluster import find_cluster
-from accelerate.launch.plan import Plan, make_plan
-from accelerate.runtime.devices import affinity, device
-from accelerate.runtime.devices.hardware import check_cuda_p2p_ib_support, get_gpu_info
-from accelerate.runtime.devices.machine import parse_cpu_list
-from accelerate.runtime.process import ProcessInfo
+from meshwright.commands.env import env_command, env_command_parser
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch.devices import count_accelerators
+from meshwright.launch.machines.cluster import find_cluster
+from meshwright.launch.plan import Plan, make_plan
+from meshwright.runtime.devices import affinity, device
+from meshwright.runtime.devices.hardware import check_cuda_p2p_ib_support, get_gpu_info
+from meshwright.runtime.devices.machine import parse_cpu_list
+from meshwright.runtime.process import ProcessInfo
 from tests.recorded_machines import NAMES, RecordedMachine, expand_braces, on_machine
 
 NCCL_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")

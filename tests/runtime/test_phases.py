@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.runtime import phases
-from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, SAVING, STEP, WAITING, PhaseClock
+from meshwright import Accelerator
+from meshwright.runtime import phases
+from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, SAVING, STEP, WAITING, PhaseClock
 from tests.ranks import ranks
 
 PAUSE = 0.01

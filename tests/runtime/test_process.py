@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.runtime.process import ProcessInfo, first_slurm_host
+from meshwright.runtime.process import ProcessInfo, first_slurm_host
 
 RENDEZVOUS_VARIABLES = (
     "MASTER_ADDR",

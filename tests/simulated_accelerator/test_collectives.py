@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate import PartialState
+from meshwright import PartialState
 from tests.simulated_accelerator import run_on_a_simulated_accelerator, synchronization_removed
 from tests.simulated_accelerator.faults import delays
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, cpu_offload, dispatch_model
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from meshwright import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, cpu_offload, dispatch_model
 from tests.ranks.worker import forget_everything
 from tests.simulated_accelerator import (
     on_a_simulated_accelerator,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate import PartialState
-from accelerate.watch.recorder import Outstanding, outstanding_collectives
+from meshwright import PartialState
+from meshwright.watch.recorder import Outstanding, outstanding_collectives
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.parallel.small_transformer import loader, model
 from tests.parallel.ways import GLOBAL_BATCH, WAYS, passes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.tracking import ClearMLTracker, MLflowTracker
+from meshwright.tracking import ClearMLTracker, MLflowTracker
 from tests.launching import run_accelerate
 from tests.sizes import at_night
 from tests.warm import COLD

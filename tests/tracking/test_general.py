@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.tracking import GeneralTracker, on_main_process
-from accelerate.tracking.general import BlankTracker
+from meshwright import GeneralTracker, on_main_process
+from meshwright.tracking.general import BlankTracker
 from tests.ranks import ranks
 
 
@@ -56,7 +56,7 @@ def test_names_that_are_set_in_the_constructor_count() -> None:
 
 @ranks(2)
 def test_guarded_methods_run_on_the_main_process_unless_the_tracker_is_for_every_process() -> None:
-    from accelerate import PartialState
+    from meshwright import PartialState
 
     main_only, everywhere = Whole(), Everywhere()
     main_only.log({})

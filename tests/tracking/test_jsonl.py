@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.tracking import JSONLTracker
-from accelerate.tracking.writer import Record
+from meshwright import Accelerator
+from meshwright.tracking import JSONLTracker
+from meshwright.tracking.writer import Record
 from tests.timing import limit
 
 
@@ -93,7 +93,7 @@ def test_a_line_that_another_run_is_writing_is_not_taken_for_torn(
         with path.open("a") as file:
             file.write('"values": {}}\n')
 
-    monkeypatch.setattr("accelerate.tracking.jsonl.time.sleep", go_on)
+    monkeypatch.setattr("meshwright.tracking.jsonl.time.sleep", go_on)
     tracker = JSONLTracker("project", tmp_path, run="run")
     tracker.start()
     tracker.finish()
@@ -102,7 +102,7 @@ def test_a_line_that_another_run_is_writing_is_not_taken_for_torn(
 
 def test_two_runs_at_once_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     program = f"""
-from accelerate.tracking import JSONLTracker
+from meshwright.tracking import JSONLTracker
 tracker = JSONLTracker("project", {str(tmp_path)!r}, run="run")
 tracker.start()
 for step in range(500):
@@ -117,7 +117,7 @@ tracker.finish()
 def test_a_killed_run_keeps_every_record_that_was_taken_over(tmp_path: Path) -> None:
     program = f"""
 import sys
-from accelerate.tracking import JSONLTracker
+from meshwright.tracking import JSONLTracker
 tracker = JSONLTracker("project", {str(tmp_path)!r}, run="run")
 tracker.start()
 for step in range(10_000_000):

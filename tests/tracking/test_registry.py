@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
-import accelerate.tracking
-from accelerate import Accelerator
-from accelerate.tracking import (
-    GeneralTracker,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-    registry,
-)
-from accelerate.utils import LoggerType
+import meshwright.tracking
+from meshwright import Accelerator, GeneralTracker, LoggerType
+from meshwright.tracking import filter_trackers, get_available_trackers, register_tracker_class, registry
 
 
 class Mine(GeneralTracker):
@@ -48,7 +41,7 @@ def test_a_misspelled_name_is_an_error_with_the_nearest_one() -> None:
 def test_what_is_no_tracker_is_refused() -> None:
     with pytest.raises(TypeError, match="not 3"):
         filter_trackers(["jsonl", 3])
-    with pytest.raises(TypeError, match="subclass"):
+    with pytest.raises(ValueError, match="subclass"):
         register_tracker_class(int)  # type: ignore[arg-type]
 
 
@@ -91,25 +84,38 @@ def test_a_tracker_that_needs_a_folder_says_how_to_give_one() -> None:
 
 def test_a_class_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_mapping", None)
+    before = meshwright.tracking.LOGGER_TYPE_TO_CLASS
     register_tracker_class(Mine)
     assert filter_trackers("mine") == ["mine"]
+    assert before["mine"] is meshwright.tracking.LOGGER_TYPE_TO_CLASS["mine"] is Mine
     with pytest.raises(ValueError, match="needs a name"):
         register_tracker_class(type("Nameless", (GeneralTracker,), {}))
 
 
+@pytest.mark.parametrize("name", ["mine", "wandb"])
+def test_a_class_that_takes_the_place_of_another_is_warned_of(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(registry, "_registered", {"mine": Mine})
+    monkeypatch.setattr(registry, "_mapping", None)
+    other = type("Other", (Mine,), {"name": name})
+    with pytest.warns(UserWarning, match=f"{name}.*Other"):
+        register_tracker_class(other)
+    assert meshwright.tracking.LOGGER_TYPE_TO_CLASS[name] is other
+
+
 def test_every_published_name_is_there() -> None:
-    for name in accelerate.tracking.__all__:
-        assert getattr(accelerate.tracking, name) is not None
-    assert "WandBTracker" in dir(accelerate.tracking)
+    for name in meshwright.tracking.__all__:
+        assert getattr(meshwright.tracking, name) is not None
+    assert "WandBTracker" in dir(meshwright.tracking)
     with pytest.raises(AttributeError):
-        _: Any = accelerate.tracking.NoSuchTracker
+        _: Any = meshwright.tracking.NoSuchTracker
 
 
 def test_looking_at_every_adapter_imports_no_client() -> None:
     import subprocess
 
     program = (
-        "import sys, accelerate.tracking as t\n"
+        "import sys, meshwright.tracking as t\n"
         "[getattr(t, name) for name in t.__all__]\n"
         "clients = {'aim', 'clearml', 'comet_ml', 'dvclive', 'mlflow', 'swanlab', 'tensorboard', 'trackio', 'wandb'}\n"
         "print(sorted(clients & set(sys.modules)))\n"
@@ -118,4 +124,4 @@ def test_looking_at_every_adapter_imports_no_client() -> None:
 
 
 def test_messages_reach_the_user_by_default() -> None:
-    assert logging.getLogger("accelerate.tracking.registry").getEffectiveLevel() <= logging.WARNING
+    assert logging.getLogger("meshwright.tracking.registry").getEffectiveLevel() <= logging.WARNING

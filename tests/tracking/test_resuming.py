@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.commands.views.runs.finding import read_runs
-from accelerate.tracking import GeneralTracker, MLflowTracker
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator, GeneralTracker, ProjectConfiguration
+from meshwright.commands.views.runs.finding import read_runs
+from meshwright.tracking import MLflowTracker
 
 from .stores import offline, resumed_script
 from .stores.reading import READERS

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
+from meshwright import Accelerator, GeneralTracker
 from tests.ranks import ranks
 
 
@@ -167,7 +166,7 @@ def test_an_unknown_reduction_names_the_known_ones() -> None:
 @pytest.mark.parametrize("ending", ["", "raise RuntimeError('the script fails')", "raise SystemExit(3)"])
 def test_a_script_that_ends_without_end_training_keeps_what_it_logged(tmp_path: Path, ending: str) -> None:
     program = f"""
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator(log_with="jsonl", project_dir={str(tmp_path)!r}, cpu=True)
 accelerator.init_trackers("project", init_kwargs={{"jsonl": {{"run": "run"}}}})
 for step in range(200):

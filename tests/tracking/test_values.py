@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.tracking.values import StepCounter, flat, plain
+from meshwright.tracking.values import StepCounter, flat, plain
 
 
 class Colour(enum.Enum):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, writer
+from meshwright import Accelerator, GeneralTracker
+from meshwright.tracking import writer
 from tests.timing import limit
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 import accelerate
-from accelerate.config.meshes import MESH_CACHES
+from meshwright.config.meshes import MESH_CACHES
 
 OF_A_CUDA_BUILD = (
     "torch._C._cuda_hasPrimaryContext",
@@ -49,6 +49,7 @@ def names_in(file: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom) and not node.level and _is_of_torch(node.module or ""):
             for each in node.names:
                 yield f"{node.module}.{each.name}", node.lineno
+                modules[each.asname or each.name] = f"{node.module}.{each.name}"
     guarded = {id(inner) for node in ast.walk(tree) if _may_miss(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in guarded:

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.watch.place import (
-    USER_CODE,
-    Place,
-    describe_error,
-    guard_of,
-    place_of,
-    place_of_error,
-    signature_of,
-)
+from meshwright.watch.place import USER_CODE, Place, describe_error, guard_of, place_of, place_of_error, signature_of
 
 
 def place_while(work: Callable[[threading.Event], object]) -> Place:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from accelerate.watch import reports
-from accelerate.watch.place import BACKWARD, COLLECTIVE, Place
-from accelerate.watch.recorder import outstanding_collectives
-from accelerate.watch.reports import SECONDS_TO_COUNT_AS_WAITING, Observer
+from meshwright.watch import reports
+from meshwright.watch.place import BACKWARD, COLLECTIVE, Place
+from meshwright.watch.recorder import outstanding_collectives
+from meshwright.watch.reports import SECONDS_TO_COUNT_AS_WAITING, Observer
 from tests.ranks import ranks
 from tests.ranks.pool import free_port
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from accelerate.watch import reports
-from accelerate.watch.place import Place, place_of
-from accelerate.watch.reports import Observer
+from meshwright.watch import reports
+from meshwright.watch.place import Place, place_of
+from meshwright.watch.reports import Observer
 
 
 def test_a_peer_that_is_lost_while_the_thread_is_looked_at_is_for_the_next_report(

@@ -12,11 +12,11 @@ import pytest
 
 from tests.launching import environment
 
-PYTHON = os.environ.get("ACCELERATE_XLA_PYTHON", "")
+PYTHON = os.environ.get("MESHWRIGHT_XLA_PYTHON", "")
 SCENARIOS = Path(__file__).with_name("scenarios")
 
 needs_xla = pytest.mark.skipif(
-    not PYTHON, reason="no venv with torch_xla: run .ci/install_xla and set ACCELERATE_XLA_PYTHON"
+    not PYTHON, reason="no venv with torch_xla: run .ci/install_xla and set MESHWRIGHT_XLA_PYTHON"
 )
 
 

@@ -1,4 +1,4 @@
-"""`accelerate launch --tpu` and `notebook_launcher`, for real: torch_xla starts the process."""
+"""`meshwright launch --tpu` and `notebook_launcher`, for real: torch_xla starts the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [needs_xla]
 SCRIPT = """
 import os, sys
 def main():
-    from accelerate import Accelerator
+    from meshwright import Accelerator
     here = Accelerator()
     print(__name__, here.process_index, here.num_processes, here.device, here.mixed_precision, sys.argv[1:],
           os.environ.get("XLA_DOWNCAST_BF16"), flush=True)
@@ -21,8 +21,8 @@ if __name__ == "__main__":
     main()
 """
 NOTEBOOK = """
-from accelerate import Accelerator, notebook_launcher
-from accelerate.launch.notebook.launcher import _launch_on_xla
+from meshwright import Accelerator, notebook_launcher
+from meshwright.launch.notebook.launcher import _launch_on_xla
 
 def training_function(number=1):
     return number, str(Accelerator().device)
@@ -38,7 +38,7 @@ for function, processes in ((failing, None), (training_function, 2)):
         print(type(error).__name__, str(error).splitlines()[0])
 print("here", notebook_launcher(training_function))
 """
-LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--tpu")
+LAUNCH = ("-m", "meshwright", "launch", "--tpu")
 
 
 @pytest.fixture

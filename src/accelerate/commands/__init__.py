@@ -1,1 +1,1 @@
-"""The `accelerate` command: one file per verb."""
+"""The published package `accelerate.commands`."""

@@ -1,6 +1,15 @@
-"""Published path of what tests and examples of other projects use."""
+"""The published module `accelerate.test_utils`."""
 
-from .testing import are_the_same_tensors, device_count, torch_device
-from .training import RegressionDataset, RegressionModel
+from meshwright.published import publish as _publish
+from meshwright.testing.machine import device_count as device_count
 
-__all__ = ["RegressionDataset", "RegressionModel", "are_the_same_tensors", "device_count", "torch_device"]
+from .testing import (
+    are_the_same_tensors as are_the_same_tensors,
+    torch_device as torch_device,
+)
+from .training import (
+    RegressionDataset as RegressionDataset,
+    RegressionModel as RegressionModel,
+)
+
+_publish(__name__)

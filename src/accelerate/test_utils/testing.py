@@ -1,20 +1,11 @@
-"""What a test asks of the machine it runs on."""
+"""The published module `accelerate.test_utils.testing`."""
 
-from __future__ import annotations
+from meshwright.published import publish as _publish
+from meshwright.testing.machine import (
+    are_the_same_tensors as are_the_same_tensors,
+    device_count as device_count,
+    get_backend as get_backend,
+    torch_device as torch_device,
+)
 
-import torch
-from torch import Tensor
-
-from ..runtime.collectives.operations import gather
-from ..runtime.devices.device import default_device
-
-torch_device: str = default_device().type
-"""The kind of this machine's accelerator, or `cpu`."""
-device_count: int = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-"""The number of its accelerators; 1 for a machine without."""
-
-
-def are_the_same_tensors(tensor: Tensor) -> bool:
-    """Tell whether every process brought an equal tensor. All processes call it."""
-    everyones = gather(tensor[None])
-    return all(torch.equal(one, tensor) for one in everyones)
+_publish(__name__)

@@ -1,82 +1,49 @@
-"""Published path of the plugins and choices; they live in `accelerate.config`."""
+"""The published module `accelerate.utils.dataclasses`."""
 
-from ..config.enums import (
-    BaseEnum,
-    ComputeEnvironment,
-    CustomDtype,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    FP8BackendType,
-    LoggerType,
-    PrecisionType,
-    RNGType,
+from meshwright.config.enums import (
+    BaseEnum as BaseEnum,
+    ComputeEnvironment as ComputeEnvironment,
+    CustomDtype as CustomDtype,
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend as DynamoBackend,
+    FP8BackendType as FP8BackendType,
+    LoggerType as LoggerType,
+    PrecisionType as PrecisionType,
+    RNGType as RNGType,
 )
-from ..config.plugins.compilation import TorchDynamoPlugin
-from ..config.plugins.deepspeed import DeepSpeedPlugin
-from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from ..config.plugins.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-    ProjectConfiguration,
+from meshwright.config.plugins.compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from meshwright.config.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from meshwright.config.plugins.fp8 import (
+    AORecipeKwargs as AORecipeKwargs,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    TERecipeKwargs as TERecipeKwargs,
 )
-from ..config.plugins.megatron import MegatronLMPlugin
-from ..config.plugins.offload import OffloadConfig
-from ..config.plugins.parallelism import (
-    DeepSpeedSequenceParallelConfig,
-    ParallelismConfig,
-    PipelineConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
+from meshwright.config.plugins.handlers import (
+    AutocastKwargs as AutocastKwargs,
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    GradScalerKwargs as GradScalerKwargs,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    KwargsHandler as KwargsHandler,
+    ProfileKwargs as ProfileKwargs,
+    ProjectConfiguration as ProjectConfiguration,
 )
-from ..config.plugins.quantization import BnbQuantizationConfig
-from ..config.plugins.sharding import FullyShardedDataParallelPlugin
-from ..runtime.collectives.nested import TensorInformation
-from ..runtime.modules import get_module_class_from_name
+from meshwright.config.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
+from meshwright.config.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
+from meshwright.config.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from meshwright.config.plugins.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from meshwright.published import publish as _publish
+from meshwright.runtime.collectives.nested import TensorInformation as TensorInformation
+from meshwright.runtime.modules import get_module_class_from_name as get_module_class_from_name
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "BaseEnum",
-    "BnbQuantizationConfig",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8BackendType",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "OffloadConfig",
-    "ParallelismConfig",
-    "PipelineConfig",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TERecipeKwargs",
-    "TensorInformation",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-    "get_module_class_from_name",
-]
+from ..parallelism_config import ParallelismConfig as ParallelismConfig
+
+_publish(__name__)

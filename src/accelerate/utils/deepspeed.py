@@ -1,30 +1,19 @@
-"""Published path of what other libraries import for DeepSpeed. DeepSpeed itself is imported when an engine is made."""
+"""The published module `accelerate.utils.deepspeed`."""
 
-from __future__ import annotations
+from meshwright.config.plugins.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from meshwright.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
+from meshwright.parallel.deepspeed.engine import (
+    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+)
+from meshwright.parallel.deepspeed.strategy import (
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)
+from meshwright.published import publish as _publish
 
-from typing import Any
+DeepSpeedOptimizerWrapper = _AcceleratedOptimizer
 
-from ..config.plugins.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
-from ..optimizer import AcceleratedOptimizer as DeepSpeedOptimizerWrapper
-from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
-from ..parallel.deepspeed.strategy import map_pytorch_optim_to_deepspeed
-
-
-def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """Return the plugin that the next model uses."""
-    plugin = state.deepspeed_plugin
-    if not isinstance(plugin, DeepSpeedPlugin):
-        raise ValueError("DeepSpeed does not train here: Accelerator(deepspeed_plugin=...) asks for it.")
-    return plugin
-
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
+_publish(__name__)

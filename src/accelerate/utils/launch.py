@@ -1,5 +1,6 @@
-"""Published path of what runs a function in a new process; it lives in `accelerate.launch.notebook.spawned`."""
+"""The published module `accelerate.utils.launch`."""
 
-from ..launch.notebook.spawned import PrepareForLaunch
+from meshwright.launch.notebook.spawned import PrepareForLaunch as PrepareForLaunch
+from meshwright.published import publish as _publish
 
-__all__ = ["PrepareForLaunch"]
+_publish(__name__)

@@ -1,6 +1,7 @@
-"""Published path of Megatron-LM's names."""
+"""The published module `accelerate.utils.megatron_lm`."""
 
-from ..scheduler import MegatronLMDummyScheduler
-from .megatron_names import MegatronLMDummyDataLoader
+from meshwright.config.plugins.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from meshwright.published import publish as _publish
+from meshwright.scheduler import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 
-__all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"]
+_publish(__name__)

@@ -1,25 +1,11 @@
-"""Published path of the memory helpers; they live in `accelerate.runtime.devices.memory`."""
+"""The published module `accelerate.utils.memory`."""
 
-from ..parallel.modules.memory.activations import recompute_activations
-from ..parallel.modules.memory.losses import linear_cross_entropy
-from ..parallel.modules.memory.offloading import offload_activations
-from ..parallel.modules.memory.stepping import step_in_backward
-from ..parallel.modules.memory.tiling import tile_mlp
-from ..runtime.devices.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
+from meshwright.published import publish as _publish
+from meshwright.runtime.devices.device import clear_device_cache as clear_device_cache
+from meshwright.runtime.devices.memory import (
+    find_executable_batch_size as find_executable_batch_size,
+    release_memory as release_memory,
+    should_reduce_batch_size as should_reduce_batch_size,
 )
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "linear_cross_entropy",
-    "offload_activations",
-    "recompute_activations",
-    "release_memory",
-    "should_reduce_batch_size",
-    "step_in_backward",
-    "tile_mlp",
-]
+_publish(__name__)

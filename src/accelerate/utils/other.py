@@ -1,49 +1,39 @@
-"""Published path of what fits nowhere else."""
+"""The published module `accelerate.utils.other`."""
 
-from ..checkpoint.formats.saving import clean_state_dict_for_safetensors, load, save
-from ..commands.config.default import write_basic_config
-from ..inference.planning.sizes import convert_bytes
-from ..parallel.compilation import (
-    compile_regions,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_repeated_blocks,
-    model_has_dtensor,
+from meshwright.checkpoint.formats.saving import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    load as load,
+    save as save,
 )
-from ..parallel.mesh.matrices.stepping import step_full_tensors
-from ..parallel.mesh.tensor.plans import get_model_tp_size
-from ..parallel.modules.unwrapping import extract_model_from_parallel, is_compiled_module
-from ..runtime.collectives.nested import merge_dicts
-from ..runtime.devices.hardware import check_os_kernel
-from ..runtime.group.network import get_free_port, is_port_in_use
-from ..runtime.group.runtime import wait_for_everyone
-from ..runtime.modules import get_module_children_bottom_up, get_pretty_name, recursive_getattr
+from meshwright.inference.planning.sizes import convert_bytes as convert_bytes
+from meshwright.parallel.compilation import (
+    compile_regions as compile_regions,
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+    has_compiled_regions as has_compiled_regions,
+    has_repeated_blocks as has_repeated_blocks,
+    is_repeated_blocks as is_repeated_blocks,
+    model_has_dtensor as model_has_dtensor,
+)
+from meshwright.parallel.mesh.tensor.plans import get_model_tp_size as get_model_tp_size
+from meshwright.parallel.modules.unwrapping import (
+    extract_model_from_parallel as extract_model_from_parallel,
+    is_compiled_module as is_compiled_module,
+)
+from meshwright.published import publish as _publish
+from meshwright.runtime.collectives.nested import merge_dicts as merge_dicts
+from meshwright.runtime.devices.hardware import check_os_kernel as check_os_kernel
+from meshwright.runtime.group.network import (
+    get_free_port as get_free_port,
+    is_port_in_use as is_port_in_use,
+)
+from meshwright.runtime.group.runtime import wait_for_everyone as wait_for_everyone
+from meshwright.runtime.modules import (
+    get_module_children_bottom_up as get_module_children_bottom_up,
+    get_pretty_name as get_pretty_name,
+    recursive_getattr as recursive_getattr,
+)
 
-__all__ = [
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_free_port",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_compiled_module",
-    "is_port_in_use",
-    "is_repeated_blocks",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-    "step_full_tensors",
-    "wait_for_everyone",
-    "write_basic_config",
-]
+from ..commands.config.default import write_basic_config as write_basic_config
+
+_publish(__name__)

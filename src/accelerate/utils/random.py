@@ -1,5 +1,10 @@
-"""Published path of the seeds; they live in `accelerate.runtime.loop.random`."""
+"""The published module `accelerate.utils.random`."""
 
-from ..runtime.loop.random import set_seed, synchronize_rng_state, synchronize_rng_states
+from meshwright.published import publish as _publish
+from meshwright.runtime.loop.random import (
+    set_seed as set_seed,
+    synchronize_rng_state as synchronize_rng_state,
+    synchronize_rng_states as synchronize_rng_states,
+)
 
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+_publish(__name__)

@@ -1,5 +1,6 @@
-"""Published path of progress bars; they live in `accelerate.runtime.loop.bars`."""
+"""The published module `accelerate.utils.tqdm`."""
 
-from ..runtime.loop.bars import tqdm
+from meshwright.published import publish as _publish
+from meshwright.runtime.loop.bars import tqdm as tqdm
 
-__all__ = ["tqdm"]
+_publish(__name__)

@@ -1,10 +1,11 @@
-"""Published path of TransformerEngine's functions; they live in `accelerate.precision.transformer_engine`."""
+"""The published module `accelerate.utils.transformer_engine`."""
 
-from ..precision.transformer_engine import (
-    apply_fp8_autowrap,
-    contextual_fp8_autocast,
-    convert_model,
-    has_transformer_engine_layers,
+from meshwright.precision.transformer_engine import (
+    apply_fp8_autowrap as apply_fp8_autowrap,
+    contextual_fp8_autocast as contextual_fp8_autocast,
+    convert_model as convert_model,
+    has_transformer_engine_layers as has_transformer_engine_layers,
 )
+from meshwright.published import publish as _publish
 
-__all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "has_transformer_engine_layers"]
+_publish(__name__)

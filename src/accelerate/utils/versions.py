@@ -1,6 +1,7 @@
-"""Published path of version comparisons."""
+"""The published module `accelerate.utils.versions`."""
 
-from ..config.packages import compare_versions
-from ..runtime.devices.abilities import is_torch_version
+from meshwright.config.packages import compare_versions as compare_versions
+from meshwright.published import publish as _publish
+from meshwright.runtime.devices.abilities import is_torch_version as is_torch_version
 
-__all__ = ["compare_versions", "is_torch_version"]
+_publish(__name__)

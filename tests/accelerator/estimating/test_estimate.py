@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.accelerator.estimating.estimate import Spread, Training, estimate
-from accelerate.accelerator.estimating.program import Program
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.inference.estimating.batches import Batch
+from meshwright import Accelerator, FullyShardedDataParallelPlugin
+from meshwright.accelerator.estimating.estimate import Spread, Training, estimate
+from meshwright.accelerator.estimating.program import Program
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.inference.estimating.batches import Batch
 from tests.inference.estimating.test_sizes import MODELS, on_meta, weights_of
 from tests.parallel.small_transformer import LENGTH, Transformer, loss_of
 from tests.ranks import ranks, run_on_ranks

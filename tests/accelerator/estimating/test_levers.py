@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.accelerator.estimating.estimate import estimate
-from accelerate.accelerator.estimating.levers import (
+from meshwright import Accelerator, recompute_activations, step_in_backward
+from meshwright.accelerator.estimating.estimate import estimate
+from meshwright.accelerator.estimating.levers import (
     EIGHT_BITS,
     HOST_INPUTS,
     IN_BACKWARD,
@@ -21,9 +21,8 @@ from accelerate.accelerator.estimating.levers import (
     STREAMED,
     EightBitAdam,
 )
-from accelerate.accelerator.estimating.program import Program
-from accelerate.inference.estimating.batches import Batch
-from accelerate.utils.memory import recompute_activations, step_in_backward
+from meshwright.accelerator.estimating.program import Program
+from meshwright.inference.estimating.batches import Batch
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 from tests.simulated_accelerator.faults import moves_in_place
 

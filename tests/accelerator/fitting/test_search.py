@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
-from tests.parallel.small_transformer import loader as text_loader
-from tests.parallel.small_transformer import model
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, set_seed
+from meshwright.errors import UnsupportedSettingError
+from tests.parallel.small_transformer import loader as text_loader, model
 from tests.parallel.ways import WAYS, passes
 from tests.ranks import ranks, run_on_ranks
 from tests.simulated_accelerator import device_module, run_on_a_simulated_accelerator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.accelerator.planning.trace import (
+from meshwright.accelerator.planning.trace import (
     ACTIVATIONS,
     BACKWARD,
     COMMUNICATION,

@@ -10,10 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, PipelineConfig, linear_cross_entropy
-from accelerate.utils.memory import recompute_activations, step_in_backward
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PipelineConfig,
+    linear_cross_entropy,
+    recompute_activations,
+    step_in_backward,
+)
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 256, 8, 2048, 128
 PLAN = {"blocks.*.query": "colwise", "blocks.*.key": "colwise", "blocks.*.value": "colwise", "blocks.*.out": "rowwise",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.ledger import extrapolated_ledger, ledger_of, sent_by, timed
-from accelerate.accelerator.planning.trace import Collective
+from meshwright.accelerator.planning.ledger import extrapolated_ledger, ledger_of, sent_by, timed
+from meshwright.accelerator.planning.trace import Collective
 from tests.accelerator.planning.made import MIB, model
 
 

@@ -49,7 +49,7 @@ def limited() -> Iterator[Callable[[int], Callable[[], None]]]:
 @pytest.mark.nightly  # five programs start cold
 def test_a_run_fits_as_the_plan_says(tmp_path: Path, limited: Callable[[int], Callable[[], None]]) -> None:
     program = [sys.executable, str(HERE / "program.py"), *WORDS]
-    plan = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "plan", "--cpu", "--json", "-", *program[1:]]
+    plan = [sys.executable, "-m", "meshwright", "plan", "--cpu", "--json", "-", *program[1:]]
     planned = json.loads(subprocess.run(plan, capture_output=True, text=True, check=True).stdout)
     peak = planned["ranks"][0]["memory"]["total"]
     before = 1024 * int(

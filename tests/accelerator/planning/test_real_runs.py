@@ -13,7 +13,7 @@ from tests.sizes import at_night
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "program.py"
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
+ACCELERATE = (sys.executable, "-m", "meshwright")
 
 
 def run(*words: object) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, set_seed
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, set_seed
 
 FAULT = sys.argv[1]
 MESH = sys.argv[2] if len(sys.argv) > 2 else "ddp"

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
 from tests.parallel.small_transformer import model as small_transformer
 from tests.parallel.ways import WAYS
 

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from accelerate.accelerator.verification.comparing.comparison import compare
-from accelerate.accelerator.verification.comparing.panel import panel
-from accelerate.commands.verify.parallel import verify_parallel_parser
-from accelerate.commands.verify.runs import Runs
+from meshwright.accelerator.verification.comparing.comparison import compare
+from meshwright.accelerator.verification.comparing.panel import panel
+from meshwright.commands.check.check import check_parser
+from meshwright.commands.check.runs import RanksDisagreeError, Runs
 
 
 def main() -> None:
@@ -21,14 +21,17 @@ def main() -> None:
         reference, words = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                runs = Runs(verify_parallel_parser().parse_args(words), Path(folder))
+                runs = Runs(check_parser().parse_args(words), Path(folder))
                 mesh = runs.on_mesh()
                 if reference not in references:
-                    references[reference] = runs.on_one_process(mesh)
+                    references[reference] = runs.alone(mesh)
                 result = compare(mesh, *references[reference])
-                print(json.dumps(result.to_dict() | {"panel": panel(result, 0.0)}), flush=True)
+            except RanksDisagreeError as error:
+                result = error.result
             except ValueError as error:
                 print(json.dumps({"error": str(error)}), flush=True)
+                continue
+            print(json.dumps(result.to_dict() | {"panel": panel(result, 0.0)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`accelerate launch --check`: what two steps show, and how the script ends."""
+"""`meshwright check`: what two steps show, and how the script ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, PartialState
-from accelerate.accelerator.verification import checking
-from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig, PipelineConfig
+from meshwright import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    LocalSGD,
+    ParallelismConfig,
+    PartialState,
+    PipelineConfig,
+)
+from meshwright.accelerator.verification import checking
 from tests.launching import run_accelerate
 from tests.ranks import run_on_ranks
 from tests.training import loss_of, make_data, make_model
@@ -26,7 +32,7 @@ from tests.training import loss_of, make_data, make_model
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(accelerator.process_index)
@@ -42,9 +48,9 @@ print("not reached")
 
 def test_a_launch_lists_what_every_rank_found_and_ends_without_a_panel(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launched = run_accelerate("launch", "--check", "--cpu", "--num_processes", 2, "train.py", directory=tmp_path)
+    launched = run_accelerate("check", "--cpu", "--num_processes", 2, "train.py", directory=tmp_path)
     title, *findings = launched.printed.splitlines()
-    assert title == "accelerate check: 3 findings in 2 optimizer steps on 2 processes"
+    assert title == "meshwright check: 3 findings in 2 optimizer steps on 2 processes"
     assert findings[0].startswith("  train.py:11  accumulate() is used with gradient_accumulation_steps=2, and no")
     assert findings[1].startswith("  train.py:13  SGD was not given to prepare()")
     assert findings[2].startswith("  train.py:13  the parameters of SGD differ between the ranks after a step")
@@ -71,7 +77,7 @@ def train(accelerator: Accelerator, *, prepares: bool = True, broken: bool = Fal
 def test_two_steps_are_made_and_the_exit_code_tells_whether_something_was_found(
     broken: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_CHECK", "1")
+    monkeypatch.setenv("MESHWRIGHT_CHECK", "1")
     with pytest.raises(SystemExit) as ending:
         train(Accelerator(cpu=True), broken=broken)
     assert ending.value.code == code
@@ -91,7 +97,7 @@ def test_without_the_option_nothing_is_looked_at() -> None:
 
 def checked(script: str) -> tuple[int, str]:
     """Run a function under the check; return the exit code and what was printed."""
-    os.environ["ACCELERATE_CHECK"] = "1"  # the worker forgets it after the job
+    os.environ["MESHWRIGHT_CHECK"] = "1"  # the worker forgets it after the job
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:
@@ -264,7 +270,7 @@ def test_nothing_is_found_in_a_right_script(script: Callable[[], None]) -> None:
         pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
     (code, printed), (code_of_other, _) = run_on_ranks(2, checked, script=script.__name__)
     steps = 0 if script is uneven_loader else 2
-    assert printed == f"accelerate check: nothing was found in {steps} optimizer steps on 2 processes\n"
+    assert printed == f"meshwright check: nothing was found in {steps} optimizer steps on 2 processes\n"
     assert code == code_of_other == 0
 
 
@@ -295,6 +301,6 @@ def same_samples() -> None:
 )
 def test_ranks_are_compared(script: Callable[[], None], finding: str) -> None:
     code, printed = run_on_ranks(2, checked, script=script.__name__)[0]
-    assert printed.startswith("accelerate check: 1 finding in ")
+    assert printed.startswith("meshwright check: 1 finding in ")
     assert re.search(finding, printed)
     assert code == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.parallel.small_transformer import LENGTH, VOCABULARY, loss_of, model
 from tests.parallel.ways import WAYS
 from tests.ranks import run_on_ranks

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.checkpoint.commit import copies
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.checkpoint.commit import copies
 
 folder, way, (event, *numbers) = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(":")
 STEPS = max(21, int(numbers[-1]) + 3 if numbers else 0)
@@ -90,10 +90,10 @@ def die(step: int) -> None:
     if not is_first or event not in ("kill", "lose"):
         return
     if event == "lose" and step == int(numbers[0]) and rank == int(numbers[1]):
-        shutil.rmtree(os.environ["ACCELERATE_MEMORY_COPIES_DIR"])
+        shutil.rmtree(os.environ["MESHWRIGHT_MEMORY_COPIES_DIR"])
     is_alone = event == "kill" and len(numbers) == 3
     if is_alone and step == int(numbers[0]) and rank == int(numbers[1]):
-        is_due = os.environ["ACCELERATE_INCARNATION"] == "0"
+        is_due = os.environ["MESHWRIGHT_INCARNATION"] == "0"
     else:
         is_due = step == int(numbers[-1] if is_alone else numbers[0])
     if is_due:

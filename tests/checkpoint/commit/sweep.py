@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint.commit import supplements
+from meshwright.checkpoint.commit import supplements
 from tests.ranks.pool import free_port
 from tests.ranks.worker import forget_everything
 

@@ -16,12 +16,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, PartialState
-from accelerate.checkpoint.commit.copies import MemoryCopies
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.errors import UnsupportedSettingError
-from accelerate.launch.machines.memory import PREFIX, SHARED_MEMORY
-from accelerate.local_sgd import LocalSGD
+from meshwright import Accelerator, LocalSGD, PartialState
+from meshwright.checkpoint.commit.copies import MemoryCopies
+from meshwright.checkpoint.commit.engine import CheckpointError
+from meshwright.errors import UnsupportedSettingError
+from meshwright.launch.machines.memory import SHARED_MEMORY
 from tests.clusters.machines import ACCELERATE, machines, why_not
 from tests.launching import Launched, run_accelerate
 from tests.sizes import sized
@@ -32,7 +31,7 @@ EVERY, KILLED_AT, NEWEST = 4, 12, 8
 
 
 def folders_in_memory() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    return set(SHARED_MEMORY.glob("accelerate-copies-*"))
 
 
 def launch(folder: Path, way: str, event: str, *words: object) -> Launched:
@@ -184,7 +183,7 @@ def test_a_machine_that_lost_its_copies_gets_them_from_its_neighbour(
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_tmpfs_that_is_too_small_is_refused_after_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", 2]
+    words = [sys.executable, "-m", "meshwright", "launch", "--cpu", "--num_processes", 2]
     words += [
         "--memory_copies_every",
         EVERY,
@@ -239,14 +238,14 @@ class Training:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("ACCELERATE_MEMORY_COPIES_EVERY", "2")
-    monkeypatch.setenv("ACCELERATE_MEMORY_COPIES_DIR", str(tmp_path / "copies"))
+    monkeypatch.setenv("MESHWRIGHT_MEMORY_COPIES_EVERY", "2")
+    monkeypatch.setenv("MESHWRIGHT_MEMORY_COPIES_DIR", str(tmp_path / "copies"))
     yield tmp_path / "run"
     PartialState._reset_state()
 
 
 def test_the_newer_of_copy_and_checkpoint_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="accelerate")
+    caplog.set_level(logging.WARNING, logger="meshwright")
     first = Training(folder)
     assert first.report is None
     first.accelerator.project_configuration.automatic_checkpoint_naming = True
@@ -269,7 +268,7 @@ def test_the_newer_of_copy_and_checkpoint_is_taken(folder: Path, caplog: pytest.
 
 
 def test_a_damaged_copy_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="accelerate")
+    caplog.set_level(logging.WARNING, logger="meshwright")
     first = Training(folder)
     first.train(7)
     newest = max(first.copies.folder.records(), key=lambda record: (record.step, record.kind))
@@ -335,7 +334,7 @@ def test_a_script_that_does_not_resume_is_refused(folder: Path) -> None:
 
 
 def test_copies_without_a_folder_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACCELERATE_MEMORY_COPIES_DIR")
+    monkeypatch.delenv("MESHWRIGHT_MEMORY_COPIES_DIR")
     with pytest.raises(UnsupportedSettingError, match="nothing says which folder the copies of this run are in"):
         Training(folder)
 
@@ -346,7 +345,7 @@ def test_a_copy_that_fails_does_not_end_the_run(
     training = Training(folder)
     training.train(5)
     before = {record.step for record in training.copies.folder.records()}
-    monkeypatch.setattr("accelerate.checkpoint.commit.copies._save", lambda *_: Path("/nowhere/at/all").read_bytes())
+    monkeypatch.setattr("meshwright.checkpoint.commit.copies._save", lambda *_: Path("/nowhere/at/all").read_bytes())
     training.train(7)
     assert before == {2, 4}
     assert max(record.step for record in training.copies.folder.records()) == 4

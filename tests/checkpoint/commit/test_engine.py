@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from accelerate import PartialState
-from accelerate.checkpoint.commit.engine import CheckpointEngine, CheckpointError, LoadReport
-from accelerate.checkpoint.group import CheckpointGroup
-from accelerate.runtime.group.runtime import Runtime
+from meshwright import PartialState
+from meshwright.checkpoint.commit.engine import CheckpointEngine, CheckpointError, LoadReport
+from meshwright.checkpoint.group import CheckpointGroup
+from meshwright.runtime.group.runtime import Runtime
 from tests.ranks import ranks
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.checkpoint.layout import COMMIT_FILE
+from meshwright import Accelerator
+from meshwright.checkpoint.commit.engine import CheckpointError
+from meshwright.checkpoint.layout import COMMIT_FILE
 from tests.ranks import run_on_ranks
 from tests.sizes import on_two_processes
 

@@ -1,6 +1,6 @@
 """SIGKILL in the middle of a save: a committed checkpoint loads after every one. `sweep.py` does the killing.
 
-CI takes a sample of the calls; ACCELERATE_TEST_KILLS=all takes every one, and ACCELERATE_TEST_KILLS=50 fifty per sweep.
+CI takes a sample of the calls; MESHWRIGHT_TEST_KILLS=all takes every one, and MESHWRIGHT_TEST_KILLS=50 fifty per sweep.
 """
 
 from __future__ import annotations

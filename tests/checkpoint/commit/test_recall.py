@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accelerate.checkpoint.commit.recall import Holding, Inventory
-from accelerate.checkpoint.storage.memory import GENERATORS, STATE, CopyRecord
+from meshwright.checkpoint.commit.recall import Holding, Inventory
+from meshwright.checkpoint.storage.memory import GENERATORS, STATE, CopyRecord
 
 
 def record(kind: str, owner: int, step: int, num_processes: int = 4) -> CopyRecord:

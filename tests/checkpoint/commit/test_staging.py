@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.staging import Staging
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin
+from meshwright.checkpoint.commit.staging import Staging
 from tests.simulated_accelerator import (
     on_a_simulated_accelerator,
     run_on_a_simulated_accelerator,

@@ -13,10 +13,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.checkpoint.layout import COMMIT_FILE
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from meshwright import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+    ProjectConfiguration,
+    set_seed,
+)
+from meshwright.checkpoint.commit.engine import CheckpointError
+from meshwright.checkpoint.layout import COMMIT_FILE
 from tests.ranks import run_on_ranks
 from tests.sizes import cases
 from tests.timing import limit
@@ -125,6 +131,77 @@ def test_ranks_find_their_save_although_they_had_different_numbers_of_batches(tm
     assert run_on_ranks(2, save_after_uneven_epochs, folder=tmp_path) == [[], []]
 
 
+def save_into_own_folders(folder: Path, wait: bool, shards: bool, named: bool) -> tuple[str, list[str]]:
+    """Save and load where every rank names its own folder, or has its own project."""
+    own = folder / f"rank-{PartialState(cpu=True).process_index}"
+    project = None if named else ProjectConfiguration(project_dir=str(own), automatic_checkpoint_naming=True)
+    plugin = FullyShardedDataParallelPlugin() if shards else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+    model = nn.Linear(4, 4)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    target = own if named else None
+    for seed in (1, 2):
+        torch.manual_seed(seed + accelerator.process_index)
+        path = accelerator.save_state(target, wait=wait)
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    accelerator.wait_for_everyone()
+    report = accelerator.load_state(target)
+    assert report.path == path
+    assert torch.equal(torch.get_rng_state(), expected)
+    return path, report.changes
+
+
+@pytest.mark.parametrize(
+    ("wait", "shards", "named"),
+    cases(
+        gate=[(True, False, True), (True, True, True), (False, False, False)], nightly=product((True, False), repeat=3)
+    ),
+)
+def test_ranks_that_name_different_folders_use_that_of_rank_0(
+    wait: bool, shards: bool, named: bool, tmp_path: Path
+) -> None:
+    if shards and not named:
+        pytest.skip("rank 0 finds the name, and every rank its project")
+    name = "rank-0" if named else "rank-0/checkpoints/checkpoint_1"
+    results = run_on_ranks(2, save_into_own_folders, folder=tmp_path, wait=wait, shards=shards, named=named)
+    assert results == [(str(tmp_path / name), [])] * 2
+    assert not (tmp_path / "rank-1").exists()
+
+
+def save_on_main_where_names_differ(folder: Path) -> list[str]:
+    """Save "best" on the main process and "last" on all, by the same function and at the same step."""
+    run = StampedRun(None)
+    state = run.accelerator
+
+    def save(name: str) -> str:
+        return state.save_state(folder / f"{name}-{state.process_index}")
+
+    paths = [save("best")] if state.is_main_process else []
+    paths.append(save("last"))
+    state.wait_for_everyone()
+    return paths
+
+
+def test_a_save_on_the_main_process_is_not_taken_for_that_of_all(tmp_path: Path) -> None:
+    last = str(tmp_path / "last-0")
+    saved = run_on_ranks(2, save_on_main_where_names_differ, folder=tmp_path)
+    assert saved == [[str(tmp_path / "best-0"), last], [last]]
+
+
+def fail_on_main(folder: Path) -> str:
+    run = StampedRun(None)
+    rank = run.accelerator.process_index
+    (folder / "file-0").touch()
+    with pytest.raises(CheckpointError, match="file-0 is a file") as caught:
+        run.accelerator.save_state(folder / f"file-{rank}")
+    return str(caught.value)
+
+
+def test_a_save_that_fails_on_rank_0_fails_where_the_folder_has_another_name(tmp_path: Path) -> None:
+    assert len({text.partition(": ")[0] for text in run_on_ranks(2, fail_on_main, folder=tmp_path)}) == 1
+
+
 @pytest.mark.parametrize(
     ("damage", "message"), [(truncate, "commit_1.json is damaged"), (Path.unlink, None)], ids=["truncated", "deleted"]
 )
@@ -158,12 +235,14 @@ def what_a_hook_wrote(folder: Path) -> list[str]:
     def write(models: Any, weights: Any, output_dir: str) -> None:
         Path(output_dir, f"own_{rank}.txt").write_text(f"rank {rank}")
         Path(output_dir, "same.txt").write_text(f"rank {rank}")
+        assert Path(output_dir).name == "checkpoint-7"
         run.accelerator.wait_for_everyone()
 
     run.accelerator.register_save_state_pre_hook(write)
-    run.accelerator.save_state(folder / "ckpt")
-    run.accelerator.load_state(folder / "ckpt", verify="hash")
-    return [(folder / "ckpt" / name).read_text() for name in ("own_0.txt", "own_1.txt", "same.txt")]
+    folder = folder / "checkpoint-7"
+    run.accelerator.save_state(folder)
+    run.accelerator.load_state(folder, verify="hash")
+    return [(folder / name).read_text() for name in ("own_0.txt", "own_1.txt", "same.txt")]
 
 
 def test_hooks_run_on_every_rank_that_joins_and_their_files_are_kept(tmp_path: Path) -> None:

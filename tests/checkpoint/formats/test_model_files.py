@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.checkpoint.formats import codec
-from accelerate.checkpoint.formats.model_files import parse_size, read_model_files
-from accelerate.inference.loading import load_checkpoint_in_model
+from meshwright import Accelerator
+from meshwright.checkpoint.formats import codec
+from meshwright.checkpoint.formats.model_files import parse_size, read_model_files
+from meshwright.inference.loading import load_checkpoint_in_model
 from tests.ranks import ranks
 
 
@@ -98,6 +100,38 @@ def test_sizes_are_read(size: float | str, number: int) -> None:
     assert parse_size(size) == number
 
 
+@pytest.mark.parametrize("size", [float("inf"), -float("inf"), float("nan"), "inf", "9" * 400 + "GB", "1e3", "-1GB"])
+def test_what_is_no_size_is_named(size: float | str) -> None:
+    with pytest.raises(ValueError, match="not in a valid format"):
+        parse_size(size)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"max_shard_size": 500_000}])
+def test_a_full_disk_is_named_and_leaves_no_folder(small_disk: Path, options: dict[str, Any]) -> None:
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 1000)
+    folder = small_disk / "models" / "first"
+    with pytest.raises(OSError, match="No space left on device") as error:
+        accelerator.save_model(model, folder, **options)
+    assert str(folder) in str(error.value)
+    assert list(small_disk.iterdir()) == []
+    folder.mkdir(parents=True)
+    (folder / "notes").touch()
+    with pytest.raises(OSError, match="No space left on device"):
+        accelerator.save_model(model, folder, **options)
+    assert [path.name for path in folder.iterdir()] == ["notes"], "what was there stays"
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ten gigabytes"):
         parse_size("ten gigabytes")
@@ -137,7 +171,7 @@ def test_an_index_may_have_any_name_and_be_the_map_itself(tmp_path: Path, name: 
     with pytest.raises(ValueError, match=r"more than one `\.index\.json` file"):
         read_model_files(tmp_path)
     (tmp_path / "other.index.json").write_text('{"a": {"dtype": "float32"}}')
-    with pytest.raises(ValueError, match="is not an index of a model"):
+    with pytest.raises(ValueError, match=r"the index .* is damaged: a is an object"):
         read_model_files(tmp_path / "other.index.json")
 
 

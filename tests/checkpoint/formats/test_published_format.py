@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.engine import CheckpointError
+from meshwright import Accelerator
+from meshwright.checkpoint.commit.engine import CheckpointError
 from tests import warm
 from tests.ranks import run_on_ranks
 from tests.ranks.pool import free_port
@@ -20,7 +20,7 @@ from tests.ranks.pool import free_port
 from . import published
 
 WRITTEN = Path(__file__).with_name("written_by_1_15")
-REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
+REFERENCE = os.environ.get("MESHWRIGHT_REFERENCE_PYTHON")
 NAMES = {1: "one_process", 2: "two_processes"}
 on_one_and_two = pytest.mark.parametrize("world_size", [1, 2])
 
@@ -78,7 +78,7 @@ def test_what_a_checkpoint_of_1_15_has_beyond_what_is_prepared_is_listed() -> No
 
 
 def test_automatic_checkpoints_of_1_15_are_found_and_numbered_on(tmp_path: Path) -> None:
-    from accelerate.utils import ProjectConfiguration
+    from meshwright import ProjectConfiguration
 
     shutil.copytree(WRITTEN / "one_process", tmp_path / "checkpoints" / "checkpoint_7")
     (tmp_path / "checkpoints" / "checkpoint_8").mkdir()  # begun and not finished: nothing is in it
@@ -89,7 +89,7 @@ def test_automatic_checkpoints_of_1_15_are_found_and_numbered_on(tmp_path: Path)
     assert accelerator.save_state().endswith("checkpoint_9"), "an empty folder keeps its number"
 
 
-needs_reference = pytest.mark.skipif(REFERENCE is None, reason="set ACCELERATE_REFERENCE_PYTHON to accelerate 1.15's")
+needs_reference = pytest.mark.skipif(REFERENCE is None, reason="set MESHWRIGHT_REFERENCE_PYTHON to accelerate 1.15's")
 
 
 def reference(action: str, folder: Path, world_size: int) -> list[Any]:

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate import PartialState
-from accelerate.checkpoint.formats.saving import clean_state_dict_for_safetensors, save
+from meshwright import PartialState
+from meshwright.checkpoint.formats.saving import clean_state_dict_for_safetensors, save
 from tests.ranks import ranks
 
 

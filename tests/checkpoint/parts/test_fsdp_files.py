@@ -7,15 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate import Accelerator
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    merge_fsdp_weights,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, merge_fsdp_weights
+from meshwright.checkpoint.formats.model_files import read_model_files, save_model_files
 from tests.launching import run_accelerate
 from tests.parallel.small_transformer import model
 from tests.ranks import ranks, run_on_ranks
@@ -68,24 +62,57 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, net, tmp_path)
 
 
-def save_for_merging(folder: str) -> None:
-    accelerator, *_ = trained()
+def save_for_merging(folder: str, **fields: Any) -> None:
+    accelerator, *_ = trained(**fields)
+    torch.manual_seed(1)
+    critic = torch.nn.Linear(4, 2)
+    critic.bias.requires_grad_(False)
+    accelerator.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
     accelerator.save_state(folder)
 
 
-def test_shards_are_merged_into_a_file_without_the_models_code(tmp_path: Path) -> None:
+def test_the_shards_of_every_model_are_merged_into_a_file_without_its_code(tmp_path: Path) -> None:
     run_on_ranks(2, save_for_merging, folder=str(tmp_path / "saved"))
     merged = run_accelerate("merge-weights", tmp_path / "saved", tmp_path / "merged", directory=tmp_path)
     assert merged.code == 0, merged.complaints
-    assert "are in" in merged.printed
-    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert "merged: model.safetensors, model_1.safetensors." in merged.printed
+    weights, critic = (load_file(tmp_path / "merged" / name) for name in ("model.safetensors", "model_1.safetensors"))
     model().load_state_dict(weights)
     assert weights["head.weight"].shape == (32, 16)
-    merge_fsdp_weights(
-        tmp_path / "saved" / "pytorch_model_fsdp_0", tmp_path / "pickled", False, remove_checkpoint_dir=True
-    )
-    assert torch.equal(torch.load(tmp_path / "pickled" / "pytorch_model.bin")["head.weight"], weights["head.weight"])
-    assert not (tmp_path / "saved" / "pytorch_model_fsdp_0").exists()
+    torch.manual_seed(1)
+    assert {name: value.tolist() for name, value in critic.items()} == {
+        name: value.tolist() for name, value in torch.nn.Linear(4, 2).state_dict().items()
+    }
+    shards = tmp_path / "saved" / "pytorch_model_fsdp_1"
+    assert merge_fsdp_weights(shards, tmp_path / "pickled", False, remove_checkpoint_dir=True) == ["pytorch_model.bin"]
+    assert torch.equal(torch.load(tmp_path / "pickled" / "pytorch_model.bin")["weight"], critic["weight"])
+    assert not shards.exists()
+
+
+def test_a_model_larger_than_a_file_has_an_index_of_its_own_number(tmp_path: Path) -> None:
+    state = {"a": torch.ones(4), "b": torch.zeros(4)}
+    for index in (0, 1, 0):  # a second save of the first model leaves the other one alone
+        save_model_files(state, tmp_path, max_shard_size=16, safe_serialization=True, index=index)
+    assert read_model_files(tmp_path / "model_1.safetensors.index.json").keys() == state.keys()
+    assert read_model_files(tmp_path / "model.safetensors.index.json").keys() == state.keys()
+
+
+def test_models_that_are_saved_whole_are_merged_too(tmp_path: Path) -> None:
+    run_on_ranks(2, save_for_merging, folder=str(tmp_path / "saved"), state_dict_type="FULL_STATE_DICT")
+    written = merge_fsdp_weights(tmp_path / "saved", tmp_path / "merged", safe_serialization=False)
+    assert written == ["pytorch_model.bin", "pytorch_model_1.bin"]
+    assert torch.load(tmp_path / "merged" / "pytorch_model_1.bin").keys() == {"weight", "bias"}
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_model_files({"a": torch.ones(1)}, tmp_path, max_shard_size="1GB", safe_serialization=True)
+    (tmp_path / "pytorch_model_1").mkdir()
+    with pytest.raises(ValueError, match="files of DeepSpeed's engine"):
+        merge_fsdp_weights(tmp_path, tmp_path / "merged")
+    (tmp_path / "pytorch_model_1").rmdir()
+    with pytest.raises(ValueError, match="would be deleted with the checkpoint"):
+        merge_fsdp_weights(tmp_path, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_folder_without_shards_says_what_was_expected(tmp_path: Path) -> None:

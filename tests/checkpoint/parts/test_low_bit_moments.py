@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.utils import FullyShardedDataParallelPlugin, step_in_backward
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, step_in_backward
+from meshwright.checkpoint.commit.engine import CheckpointError
 from tests.ranks import ranks
 
 WIDTH = 64

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.environment import patch_environment
+from meshwright.config.environment import patch_environment
 from tests.parallel.ways import WAYS, run
 from tests.ranks import run_on_ranks
 from tests.sizes import sized
@@ -19,8 +19,8 @@ SPREAD = sized(gate=["tp2", "pp2xfsdp2"], nightly=[way for way in WAYS if "cp" n
 
 def train_with_copies(way: str, folder: str, steps: int) -> list[float]:
     settings: dict[str, Any] = {
-        "accelerate_memory_copies_every": EVERY,
-        "accelerate_memory_copies_dir": f"{folder}/copies",
+        "meshwright_memory_copies_every": EVERY,
+        "meshwright_memory_copies_dir": f"{folder}/copies",
     }
     with patch_environment(**settings):
         return run(way, steps=steps, load_from=f"{folder}/nothing")

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate import PartialState
-from accelerate.checkpoint.parts.states import ModelPart, OptimizerPart, ProgressPart, RandomPart, with_ties
-from accelerate.runtime.group.runtime import Runtime
+from meshwright import PartialState
+from meshwright.checkpoint.parts.states import ModelPart, OptimizerPart, ProgressPart, RandomPart, with_ties
+from meshwright.runtime.group.runtime import Runtime
 
 from ..formats.published import Tied
 

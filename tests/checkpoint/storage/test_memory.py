@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpoint.layout import FileFacts
-from accelerate.checkpoint.storage.memory import STATE, CopyFolder
+from meshwright.checkpoint.layout import FileFacts
+from meshwright.checkpoint.storage.memory import STATE, CopyFolder
 
 
 def put(folder: CopyFolder, step: int, content: bytes = b"state") -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.checkpoint.commit.engine import CheckpointError
-from accelerate.checkpoint.storage.remote import RemoteStore
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator, ProjectConfiguration
+from meshwright.checkpoint.commit.engine import CheckpointError
+from meshwright.checkpoint.storage.remote import RemoteStore
 from tests.ranks import run_on_ranks
 from tests.ranks.pool import free_port
 
@@ -71,6 +70,16 @@ def test_automatic_checkpoints_are_kept_found_and_loaded(bucket: str) -> None:
     assert torch.equal(other_model.weight, weight)
 
 
+def test_hooks_get_local_folders_with_the_name_of_the_checkpoint(bucket: str) -> None:
+    seen: list[str] = []
+    accelerator, _, _ = prepared(f"{bucket}/hooks")
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(folder))
+    accelerator.load_state(accelerator.save_state())
+    assert [os.path.basename(folder) for folder in seen] == ["checkpoint_0"] * 2
+    assert not any(os.path.exists(os.path.dirname(folder)) for folder in seen)
+
+
 def test_replacing_one_is_a_change_of_its_record(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     project = ProjectConfiguration()
     accelerator = Accelerator(cpu=True, project_config=project)
@@ -106,6 +115,20 @@ def test_what_was_never_committed_is_not_loaded(bucket: str) -> None:
     assert accelerator.resume() is None
     with pytest.raises((CheckpointError, FileNotFoundError)):
         accelerator.load_state(f"{bucket}/unfinished/checkpoints/checkpoint_0")
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"format": 2}', b"\xff", b"[" * 200_000])
+def test_the_files_of_a_record_that_cannot_be_read_are_kept(bucket: str, content: bytes) -> None:
+    accelerator, _, _ = prepared(f"{bucket}/poisoned", total_limit=9)
+    store = RemoteStore(f"{bucket}/poisoned/checkpoints")
+    good, damaged = accelerator.save_state(), accelerator.save_state().rsplit("/", 1)[-1]
+    before = store._entries(f"{store.root}/{damaged}")
+    store.fs.pipe_file(f"{store.root}/{damaged}/commit.json", content)
+    report = accelerator.resume()
+    assert report is not None
+    assert report.path == good
+    accelerator.save_state()
+    assert store._entries(f"{store.root}/{damaged}") == before != []
 
 
 def test_a_save_in_the_background_reaches_the_server(bucket: str) -> None:

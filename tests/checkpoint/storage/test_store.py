@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.checkpoint.layout import COMMIT_FILE, CommitRecord, FileFacts
-from accelerate.checkpoint.storage.store import LocalStore
+from meshwright.checkpoint.layout import COMMIT_FILE, FORMAT, CommitRecord, FileFacts
+from meshwright.checkpoint.storage.store import LocalStore
 
 
 def record_of(*files: str) -> CommitRecord:
@@ -37,6 +42,36 @@ def test_a_draft_is_none_before_its_commit(tmp_path: Path) -> None:
     store.commit(draft, "a", "0123abcd", record_of())
     (found,) = store.found()
     assert (found.name, found.problem) == ("a", None)
+
+
+def test_a_draft_has_the_name_of_its_checkpoint(tmp_path: Path) -> None:
+    """Hooks get its path, and scripts read the step from the name."""
+    assert LocalStore(tmp_path).draft("checkpoint-7", "0123abcd").name == "checkpoint-7"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_hook_writes_beside_its_folder_is_beside_the_checkpoint(tmp_path: Path, is_killed: bool) -> None:
+    store = LocalStore(tmp_path)
+    commit(store, "checkpoint-6", "old")
+    (tmp_path / "latest.txt").write_text("6")
+    draft = store.draft("checkpoint-7", "0123abcd")
+    (draft.parent / "latest.txt").write_text("7")
+    if is_killed:
+        (draft / COMMIT_FILE).write_text(record_of().to_json())
+        store.recover("checkpoint-7")
+    else:
+        store.commit(draft, "checkpoint-7", "0123abcd", record_of())
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-7", "latest.txt"]
+    assert (tmp_path / "latest.txt").read_text() == "7"
+
+
+def test_the_age_of_a_finished_draft_is_that_of_its_record(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    draft = store.draft("a", "0123abcd")
+    (draft / COMMIT_FILE).write_text(record_of().to_json())
+    (found,) = store.found()
+    assert found.record is not None
+    assert found.changed == found.record.time
 
 
 def test_replacing_leaves_the_new_one_alone(tmp_path: Path) -> None:
@@ -123,7 +158,7 @@ def test_a_save_survives_somebody_who_names_its_draft(tmp_path: Path, monkeypatc
     rename = Path.rename
 
     def look_in_between(path: Path, target: Any) -> Path:
-        if ".partial-" in path.name and threading.current_thread() is threading.main_thread():
+        if ".partial-" in path.parent.name and threading.current_thread() is threading.main_thread():
             other = threading.Thread(target=LocalStore(tmp_path).recover, args=("a",))
             other.start()
             other.join()
@@ -178,9 +213,34 @@ def test_a_record_comes_back_as_it_was() -> None:
     assert CommitRecord.from_json(record.to_json()) == record
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_folders_that_nobody_else_may_read_are_passed_over() -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        store = LocalStore(folder)
+        for name in ("open", "closed", "closed_record", "closed_1x"):
+            commit(store, name, "contents")
+        (folder / "closed_1x" / COMMIT_FILE).rename(folder / "closed_1x" / "random_states_0.pkl")
+        for closed in ("closed", "closed_1x", f"closed_record/{COMMIT_FILE}"):
+            (folder / closed).chmod(0)
+        folder.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            assert {found.name: found.problem is None for found in store.found()} == {
+                "open": True,
+                "closed": False,
+                "closed_record": False,
+                "closed_1x": False,
+            }
+        finally:
+            os.seteuid(0)
+    finally:
+        shutil.rmtree(folder)
+
+
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="no links here")
 def test_the_folder_that_a_link_names_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
-    from accelerate.checkpoint.checkpointer import _locate
+    from meshwright.checkpoint.checkpointer import _locate
 
     (tmp_path / "large").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large" / "ckpt")
@@ -191,3 +251,47 @@ def test_the_folder_that_a_link_names_is_replaced_and_the_link_stays(tmp_path: P
     assert names(tmp_path) == ["large", "link"]
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "link" / "model.bin").read_text() == "new"
+
+
+@pytest.mark.parametrize("newer", [{"format": FORMAT + 1}, {"format": FORMAT + 1, "colour": "red"}, {"colour": "red"}])
+def test_a_record_of_a_newer_version_is_called_newer_and_not_damaged(newer: dict[str, Any]) -> None:
+    text = json.dumps({**json.loads(record_of("a").to_json()), **newer})
+    with pytest.raises(ValueError, match=r"^it was written by a newer version .*: update meshwright$"):
+        CommitRecord.from_json(text)
+
+
+def test_records_of_this_format_and_of_older_ones_are_read() -> None:
+    record = json.loads(record_of("a").to_json())
+    for format_of_record in (FORMAT, FORMAT - 1):
+        assert CommitRecord.from_json(json.dumps({**record, "format": format_of_record})).files.keys() == {"a"}
+
+
+def test_a_draft_that_another_run_is_writing_is_left_alone(tmp_path: Path) -> None:
+    writing = LocalStore(tmp_path)
+    draft = writing.draft("checkpoint_3", "0123abcd")
+    other = LocalStore(tmp_path)
+    other.clean_up(None)
+    commit(other, "checkpoint_4", "other")
+    assert draft.is_dir()
+    writing.commit(draft, "checkpoint_3", "0123abcd", record_of())
+    assert names(tmp_path) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_draft_of_a_killed_process_is_deleted_by_the_next_save(tmp_path: Path) -> None:
+    code = f"""
+import os
+from meshwright.checkpoint.storage.store import LocalStore
+store = LocalStore({str(tmp_path)!r})
+store.draft("checkpoint_3", "0123abcd")
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert names(tmp_path) == ["checkpoint_3.partial-0123abcd"]
+    LocalStore(tmp_path).clean_up(None)
+    assert names(tmp_path) == []
+
+
+def test_every_rank_makes_the_draft_and_what_it_is_in(tmp_path: Path) -> None:
+    first = LocalStore(tmp_path / "new" / "run").draft("a", "0123abcd")
+    assert LocalStore(tmp_path / "new" / "run").draft("a", "0123abcd") == first
+    assert first.is_dir()

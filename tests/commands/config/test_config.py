@@ -1,4 +1,4 @@
-"""`accelerate config`, as people and containers run it: on a terminal, without one, by flags."""
+"""`meshwright config`, as people and containers run it: on a terminal, without one, by flags."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from accelerate.commands.config import building, cluster, get_config_parser, load_config_from_file
-from accelerate.commands.config import main as verb_main
-from accelerate.commands.config.config import main as config_main
-from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
-from accelerate.commands.config.default import write_basic_config
-from accelerate.commands.config.update import update_config
-from accelerate.config.enums import DistributedType
-from accelerate.config.launch.files import read_config
-from accelerate.runtime.devices import device as devices
+from meshwright.commands.config import building, cluster, get_config_parser, load_config_from_file, main as verb_main
+from meshwright.commands.config.config import main as config_main
+from meshwright.commands.config.config_args import ClusterConfig, SageMakerConfig
+from meshwright.commands.config.default import write_basic_config
+from meshwright.commands.config.update import update_config
+from meshwright.config.enums import DistributedType
+from meshwright.config.launch.files import read_config
+from meshwright.runtime.devices import device as devices
 from tests.timing import limit
 
-COMMAND = Path(sys.executable).with_name("accelerate")
-REFERENCE = os.environ.get("ACCELERATE_REFERENCE_PYTHON")
+COMMAND = Path(sys.executable).with_name("meshwright")
+REFERENCE = os.environ.get("MESHWRIGHT_REFERENCE_PYTHON")
 WRITTEN_BY_1_15 = sorted((Path(__file__).parents[2] / "config" / "launch" / "written_by_1_15").iterdir())
 DOWN, INTERRUPT, END = "\x1b[B", "\x03", "\x04"
 
-# What `accelerate config default` of 1.15 says on a machine without accelerators.
+# What `meshwright config default` of 1.15 says on a machine without accelerators.
 BASIC = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -106,7 +105,7 @@ def test_default_writes_what_this_machine_has(file: Path, tmp_path: Path) -> Non
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
     ran = run("default", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"Wrote {file}. Launch by it: accelerate launch train.py\n"
+    assert ran.stdout == f"Wrote {file}. Launch by it: meshwright launch train.py\n"
     assert said(file) == BASIC
     assert list(said(file)) == sorted(BASIC)
 
@@ -137,7 +136,7 @@ def test_flags_write_any_file(tmp_path: Path, words: tuple[str, ...]) -> None:
     flags += ["--machine_rank", "1", "--mixed-precision", "bf16", "--debug", "--max_restarts", "2"]
     ran = run(*words, "--config-file", str(path), *flags)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip().endswith(f"accelerate launch --config_file '{path}' train.py")
+    assert ran.stdout.strip().endswith(f"meshwright launch --config_file '{path}' train.py")
     told = {
         "num_processes": 4,
         "num_machines": 2,
@@ -172,12 +171,14 @@ def test_flags_of_engines_write_their_sections_and_say_what_this_version_does(fi
     [
         ("default --num_processes 3 --num_machines 2", "--num_processes is 3, but it counts the processes of all 2"),
         ("default --num_machines 0", "--num_machines is 0: it must be 1 or more"),
-        ("default --num_processes 0", "--num_processes is 0"),
+        ("default --num_processes 0", "--num_processes is 0: it must be 1 or more"),
+        ("--num_proceses 2", "--num_proceses is unknown. Did you mean --num_processes?"),
+        ("defalt", "defalt is unknown. Did you mean default?"),
         ("default --num_machines 2 --machine_rank 2", "--machine_rank is 2, but there are 2 machine(s): use 0 to 1"),
         ("default --cpu --multi_gpu", "--cpu and --multi_gpu contradict each other"),
         ("default --mixed_precision bf61", "invalid choice: 'bf61'"),
         ("default --nun_processes 2", "--nun_processes is unknown. Did you mean --num_processes?"),
-        ("--num_processes 2 default", "write the flags after `default`: accelerate config default"),
+        ("--num_processes 2 default", "write the flags after `default`: meshwright config default"),
         ("--config_file x.yaml update", "write the flags after `update`"),
         ("update --config_file nowhere.yaml", "nowhere.yaml does not exist"),
     ],
@@ -194,7 +195,7 @@ def test_without_a_terminal_nothing_is_asked(file: Path) -> None:
     ran = run()
     assert ran.returncode == 2
     assert "there is no terminal to ask questions on" in ran.stderr
-    assert "accelerate config default --cpu --num_processes 2" in ran.stderr
+    assert "meshwright config default --cpu --num_processes 2" in ran.stderr
     assert not file.exists()
 
 
@@ -204,7 +205,7 @@ def test_help_is_short_and_shows_the_subcommands() -> None:
     assert {"default", "update", "--num_processes"} <= set(helped.stdout.split())
     assert "megatron" not in helped.stdout
     assert "--overwrite" in run("default", "--help").stdout
-    assert run("update", "--help").stdout.startswith("usage: accelerate config update [-h] [--config_file FILE]")
+    assert run("update", "--help").stdout.startswith("usage: meshwright config update [-h] [--config_file FILE]")
 
 
 @pytest.mark.parametrize(
@@ -398,12 +399,12 @@ def test_a_wrong_distributed_type_is_refused() -> None:
 )
 def test_a_file_can_be_said_by_flags(file: Path, flags: dict[str, Any], command: str) -> None:
     building.config_from_options(flags).to_yaml_file(file)
-    assert building.launch_by_flags(read_config(file)) == f"accelerate launch {command} train.py"
+    assert building.launch_by_flags(read_config(file)) == f"meshwright launch {command} train.py"
 
 
 @pytest.mark.parametrize("path", WRITTEN_BY_1_15, ids=lambda path: path.name)
 def test_the_flags_of_a_file_are_flags_of_launch(path: Path) -> None:
-    from accelerate.commands.launch import launch_command_parser
+    from meshwright.commands.launch import launch_command_parser
 
     words = building.launch_by_flags(read_config(path)).split()
     parsed = launch_command_parser().parse_args(words[2:])
@@ -486,7 +487,7 @@ def test_an_interrupt_leaves_the_questions(keyboard: Any) -> None:
 
 
 class Terminal:
-    """`accelerate config` on a pseudo-terminal."""
+    """`meshwright config` on a pseudo-terminal."""
 
     def __init__(self, *arguments: str) -> None:
         environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
@@ -521,8 +522,8 @@ def test_the_wizard_by_enter_alone(file: Path) -> None:
     assert said(file) == BASIC
     assert f"Wrote {file}:" in end
     assert "    use_cpu: true\n" in end
-    assert "    accelerate launch train.py\n" in end
-    assert "    accelerate launch --cpu --num_processes 1 train.py\n" in end
+    assert "    meshwright launch train.py\n" in end
+    assert "    meshwright launch --cpu --num_processes 1 train.py\n" in end
 
 
 def test_the_wizard_by_arrows_and_typed_words(tmp_path: Path) -> None:
@@ -539,8 +540,8 @@ def test_the_wizard_by_arrows_and_typed_words(tmp_path: Path) -> None:
     assert code == 0
     answers = {"distributed_type": "MULTI_CPU", "num_processes": 2, "mixed_precision": "bf16", "debug": True}
     assert said(path) == {**BASIC, **answers}
-    assert f"    accelerate launch --config_file {path} train.py\n" in end
-    assert "    accelerate launch --cpu --mixed_precision bf16 --num_processes 2 --debug train.py\n" in end
+    assert f"    meshwright launch --config_file {path} train.py\n" in end
+    assert "    meshwright launch --cpu --mixed_precision bf16 --num_processes 2 --debug train.py\n" in end
 
 
 @pytest.mark.parametrize("key", [INTERRUPT, END])
@@ -572,7 +573,7 @@ def test_the_wizard_replaces_a_file_only_when_told(file: Path) -> None:
 # Beside accelerate 1.15
 
 
-@pytest.mark.skipif(REFERENCE is None, reason="ACCELERATE_REFERENCE_PYTHON names no interpreter with accelerate 1.15")
+@pytest.mark.skipif(REFERENCE is None, reason="MESHWRIGHT_REFERENCE_PYTHON names no interpreter with accelerate 1.15")
 def test_accelerate_1_15_reads_our_files_as_we_read_its(tmp_path: Path) -> None:
     ours = {
         "basic": {},

@@ -1,4 +1,4 @@
-"""`accelerate tpu-config`: the command that runs on the hosts of a TPU pod, as accelerate 1.15 prints it."""
+"""`meshwright tpu-config`: the command that runs on the hosts of a TPU pod, as accelerate 1.15 prints it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.accelerate_cli import main
+from meshwright.commands.cli import main
 
 POD = ("--tpu_name", "pod", "--tpu_zone", "zone")
 

@@ -1,4 +1,4 @@
-"""`accelerate estimate-memory` as people type it."""
+"""`meshwright estimate-memory` as people type it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands.accelerate_cli import main
-from accelerate.commands.models.estimate_memory import estimate_command_parser
-from accelerate.inference.estimating import definitions
+from meshwright.commands.cli import main
+from meshwright.commands.models.estimate_memory import estimate_command_parser
+from meshwright.inference.estimating import definitions
 from tests.launching import run_accelerate
 
 PROGRAM = """
@@ -46,6 +46,9 @@ def loss(outputs, words):
 
 def number():
     return 3
+
+def fails():
+    return {}["layers"]
 
 constant = 3
 """
@@ -131,11 +134,14 @@ def test_the_same_as_data_and_sharded(folder: Path, as_data: Callable[..., dict[
         (["--model", "mine"], "not of the form module:callable"),
         (["--model", "yours:make"], "'yours' cannot be imported"),
         (["--model", "mine:mak"], "mine has no 'mak'"),
+        (["--model", "torch.nn:Linear"], "needs arguments (in_features, out_features), and it is called without"),
+        (["--model", "mine:fails"], "mine:fails failed: KeyError: 'layers' ("),
+        (["--model", "mine:make", "--inputs", "mine:loss"], "mine:loss needs arguments ("),
         (["--model", "mine:constant"], "is a int and cannot be called"),
         (["--model", "mine:number"], "returned a int"),
         (["--model", "mine:make", "--loss", "mine:loss"], "give that too"),
         (["empty"], "has no config.json"),
-        (["broken"], "is not JSON"),
+        (["broken"], "is damaged"),
         (["strange"], "neither a model_type"),
         (["no/such/folder"], "no model on the hub can have this name"),
     ],
@@ -150,7 +156,7 @@ def test_mistakes_are_told(folder: Path, words: list[str], message: str) -> None
     with pytest.raises(SystemExit) as ended:
         main(["estimate-memory", *words])
     told = str(ended.value.code)  # a text: Python prints it, without a traceback, and ends with 1
-    assert told.startswith("accelerate estimate-memory: ")
+    assert told.startswith("meshwright estimate-memory: ")
     assert message in told
 
 
@@ -172,7 +178,7 @@ def test_numbers_that_make_no_sense_are_refused(folder: Path) -> None:
 
 def test_help_needs_no_torch() -> None:
     program = (
-        "import sys; from accelerate.commands.models.estimate_memory import estimate_command_parser as make;"
+        "import sys; from meshwright.commands.models.estimate_memory import estimate_command_parser as make;"
         "text = make().format_help(); assert '--fsdp' in text; print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"

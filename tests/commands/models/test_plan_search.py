@@ -1,4 +1,4 @@
-"""`accelerate plan --search`: real searches of a small script, and launches of what they propose."""
+"""`meshwright plan --search`: real searches of a small script, and launches of what they propose."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_a_search_proposes_runs_by_its_line_and_by_its_file(
     _, plan, folder = searched
     best = next(each for each in plan["candidates"] if "dp_shard" in each["axes"])
     words = shlex.split(best["command"])
-    assert words[:2] == ["accelerate", "launch"]
+    assert words[:2] == ["meshwright", "launch"]
     done = run_accelerate(*words[1:], directory=folder)
     assert done.code == 0, done.complaints
     assert done.printed.count("loss") == 2 * 3  # processes, steps

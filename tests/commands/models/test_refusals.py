@@ -1,4 +1,4 @@
-"""What `accelerate plan` says of scripts that it cannot plan."""
+"""What `meshwright plan` says of scripts that it cannot plan."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from accelerate.accelerator.planning.tracing.host.progress import Loaded, Progress
-from accelerate.commands.models.refusals import too_few_steps, why_not
+from meshwright.accelerator.planning.tracing.host.progress import Loaded, Progress
+from meshwright.commands.models.refusals import too_few_steps, why_not
 from tests.launching import run_accelerate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -16,7 +16,7 @@ TRAINING = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator(cpu=True)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,7 +51,7 @@ def test_examples_that_cannot_be_planned_are_refused_by_name(example: str, tmp_p
     line = next(line for line in said.splitlines() if "cannot be planned" in line)
     assert f"{script}:" in line
     expected = {
-        "distributed_inference": "it only infers, and a plan is of training steps.\n  do:  `accelerate estimate-memory",
+        "distributed_inference": "it only infers, and a plan is of training steps.\n  do:  `meshwright estimate-memory",
         "experts": "tokens each process gets depends on the numbers of the router. Plan the script with ep_size=1",
     }
     assert expected[example] in said

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands.views.page.page import build_page
-from accelerate.commands.views.runs.finding import read_runs
+from meshwright.commands.views.page.page import build_page
+from meshwright.commands.views.runs.finding import read_runs
 from tests.commands.views.browser import PROGRAM, Browser
 from tests.commands.views.writing import LEFT_AND_JOINED, START, end, lines, start, values, write_run
 from tests.timing import limit

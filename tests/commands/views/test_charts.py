@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerate.commands.views.charts import (
+from meshwright.commands.views.charts import (
     LOSS,
     MEMORY,
     OTHER,
@@ -19,7 +19,7 @@ from accelerate.commands.views.charts import (
     matches,
     throughput,
 )
-from accelerate.commands.views.runs.reading import Points, Run
+from meshwright.commands.views.runs.reading import Points, Run
 from tests.commands.views.writing import START, start, values, write_run
 
 

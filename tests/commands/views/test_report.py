@@ -1,4 +1,4 @@
-"""`accelerate report`, as people type it."""
+"""`meshwright report`, as people type it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_place_that_cannot_be_written_is_said_in_a_line(tmp_path: Path) -> Non
     refused = report(tmp_path, "a", "--output", "missing/page.html")
     assert refused.code == 1
     assert refused.complaints == (
-        "accelerate report: cannot write missing/page.html: No such file or directory. "
+        "meshwright report: cannot write missing/page.html: No such file or directory. "
         "Name another place with --output FILE.\n"
     )
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_shown_is_said_in_one_line_with_a_remedy(
     (tmp_path / "empty").mkdir()
     refused = report(tmp_path, *words)
     assert (refused.code, refused.printed) == (1, "")
-    assert re.fullmatch(rf"accelerate report: {complaint}.*\n", refused.complaints), refused.complaints
+    assert re.fullmatch(rf"meshwright report: {complaint}.*\n", refused.complaints), refused.complaints
 
 
 def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_million_values_of_five_runs_become_a_page_of_ten_megabytes_in_ten_sec
 
 
 def test_the_verb_alone_is_the_verb_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.commands.views.report import main
+    from meshwright.commands.views.report import main
 
     monkeypatch.setattr(sys, "argv", ["accelerate-report", str(write_loss(tmp_path / "a"))])
     main()

@@ -1,4 +1,4 @@
-"""`accelerate watch`, as people type it."""
+"""`meshwright watch`, as people type it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_newest_of_several_runs_is_shown(tmp_path: Path, run: Path) -> None:
 def test_without_lines_about_ranks_it_says_what_to_do(tmp_path: Path, run: Path) -> None:
     refused = watch(tmp_path)
     assert refused.code == 1
-    assert refused.complaints.startswith("accelerate watch: no ranks.jsonl in runs or below. It is written beside ")
+    assert refused.complaints.startswith("meshwright watch: no ranks.jsonl in runs or below. It is written beside ")
     assert "at least 2 processes" in refused.complaints
     assert "there is no folder elsewhere" in watch(tmp_path, "elsewhere").complaints
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.copies import refuse_copies
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.errors import UnsupportedSettingError
+from meshwright.config.launch.copies import refuse_copies
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import UnsupportedSettingError
 
 
 def refuse(method: str = "elastic", **flags: Any) -> None:

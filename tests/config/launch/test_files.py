@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch import files
-from accelerate.config.launch.files import (
+from meshwright.config.launch import files
+from meshwright.config.launch.files import (
     KNOWN_KEYS,
     ConfigFile,
     default_config_path,
     find_config,
+    load_mapping,
     read_config,
     write_config,
 )
@@ -211,12 +212,33 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, error: str) 
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", b"[" * 50_000),
+        ("a.yaml", b"a: !!timestamp x"),
+        ("a.yaml", b"a: !!int x"),
+        ("a.yaml", b"a: !!python/object/apply:os.system [ls]"),
+        ("a.yaml", b"a: &a [*a, *a]\nb: *a"),
+        ("a.yaml", b"a: \xff"),
+        ("a.yaml", b"? [a]\n: b"),
+        ("a.json", b"[" * 50_000),
+        ("a.json", b'{"a": ' + b"9" * 5000 + b"}"),
+        ("a.json", b"\xff"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, text: bytes) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=rf"The configuration file .*{name}"):
+        load_mapping(tmp_path / name)
+
+
 def test_a_file_that_is_not_there_is_an_error_only_where_it_was_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert find_config(None) is None
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist\. Write it with `accelerate config"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist\. Write it with `meshwright config"):
         find_config("nowhere.yaml")
 
 
@@ -225,7 +247,7 @@ def test_json_is_read_and_written(tmp_path: Path) -> None:
     assert read_config(path).values == {"num_processes": 3, "cpu": True}
     write_config(path, {"num_machines": 1})
     assert json.loads(path.read_text()) == {"num_machines": 1}
-    with pytest.raises(ValueError, match="is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
         read_config(written(tmp_path, "num_processes: 3", "config.json"))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.on_ray import refuse_on_ray, resources_per_process
-from accelerate.config.launch.settings import LaunchSettings
+from meshwright.config.launch.on_ray import refuse_on_ray, resources_per_process
+from meshwright.config.launch.settings import LaunchSettings
 
 
 def settings(**flags: Any) -> LaunchSettings:

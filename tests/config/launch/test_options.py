@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.options import BY_NAME, GROUPS, OPTIONS, three_yes_no, yes_no
+from meshwright.config.launch.options import BY_NAME, GROUPS, OPTIONS, three_yes_no, yes_no
 
 with Path(__file__).with_name("cli_options.tsv").open() as _table:
     PUBLISHED = [

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands.launch import launch_command_parser
-from accelerate.config.launch.files import ConfigFile, read_config
-from accelerate.config.launch.options import OPTIONS
-from accelerate.config.launch.parser import explicit_options
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.config.settings import TrainingSettings
-from accelerate.errors import UnsupportedSettingError
+from meshwright.commands.launch import launch_command_parser
+from meshwright.config.launch.files import ConfigFile, read_config
+from meshwright.config.launch.options import OPTIONS
+from meshwright.config.launch.parser import explicit_options
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.config.settings import TrainingSettings
+from meshwright.errors import UnsupportedSettingError
 
 
 def config(tmp_path: Path, text: str) -> ConfigFile:
@@ -60,6 +60,7 @@ def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> Non
             "gradient_accumulation_steps": 4,
             "debug": True,
             "dynamo_backend": "no",
+            "data_order": "accelerate-1",
         },
         None,
     ).child_variables()
@@ -69,6 +70,7 @@ def test_what_was_asked_for_reaches_the_children_by_the_published_names() -> Non
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_DEBUG_MODE": "True",
         "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "MESHWRIGHT_DATA_ORDER": "accelerate-1",
     }
     assert LaunchSettings.resolve({}, None).child_variables() == {
         "ACCELERATE_USE_CPU": "False",
@@ -142,13 +144,67 @@ def test_a_flag_that_nobody_reads_is_told() -> None:
     assert LaunchSettings.resolve(read, None).without_effect() == []
 
 
+@pytest.mark.parametrize(
+    ("size", "switch"),
+    [
+        ("parallelism_config_tp_size", "use_parallelism_config"),
+        ("parallelism_config_dp_shard_size", "use_parallelism_config"),
+        ("parallelism_config_ep_size", "use_parallelism_config"),
+        ("megatron_lm_tp_degree", "use_megatron_lm"),
+        ("megatron_lm_context_parallel_size", "use_megatron_lm"),
+    ],
+)
+def test_a_size_that_is_given_is_used(size: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_flag = LaunchSettings.resolve({size: 2}, None)
+    assert by_flag.resolved[switch].value
+    assert by_flag.origin(switch) == f"flag --{size}"
+    assert by_flag.child_variables()[f"ACCELERATE_{switch.upper()}"] == "True"
+    assert by_flag.without_effect() == []
+    assert not LaunchSettings.resolve({size: 1}, None).resolved[switch].value
+    monkeypatch.setenv(size.upper(), "2")
+    assert LaunchSettings.resolve({}, None).origin(switch) == f"environment variable {size.upper()}"
+    monkeypatch.setenv(f"ACCELERATE_{switch.upper()}", "false")
+    refused = LaunchSettings.resolve({size: 2}, None)
+    assert not refused.resolved[switch].value, "a switch that is given decides"
+    assert f"(--{switch})" in refused.without_effect()[0]
+
+
+def test_a_file_says_itself_whether_megatron_is_used(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_CPU\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n"
+    assert not LaunchSettings.resolve({}, config(tmp_path, text)).resolved["use_megatron_lm"].value
+
+
+def test_an_option_without_the_one_it_needs_is_told() -> None:
+    assert (
+        "is read with --survive only" in LaunchSettings.resolve({"replace_hung_after": 5.0}, None).without_effect()[0]
+    )
+    assert LaunchSettings.resolve({"replace_hung_after": 5.0, "survive": True}, None).without_effect() == []
+    assert "is read with --ray only" in LaunchSettings.resolve({"ray_address": "auto"}, None).without_effect()[0]
+
+
+def test_a_process_whose_environment_has_a_size_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mesh() -> Any:
+        return TrainingSettings.from_arguments(
+            mixed_precision=None, gradient_accumulation_steps=1, gradient_accumulation_plugin=None
+        )
+
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    assert mesh().parallelism is None
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert mesh().parallelism.tp_size == 2
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
+    assert mesh().parallelism is None
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "2")
+    assert mesh().megatron.tp_degree == 2
+
+
 def test_a_child_knows_what_its_launch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setenv("ACCELERATE_LAUNCH_ORIGINS", '{"mixed_precision": "flag --mixed_precision"}')
+    monkeypatch.setenv("MESHWRIGHT_LAUNCH_ORIGINS", '{"mixed_precision": "flag --mixed_precision"}')
     settings = TrainingSettings.from_arguments(
         mixed_precision=None, gradient_accumulation_steps=1, gradient_accumulation_plugin=None
     )
-    assert settings.origins["mixed_precision"] == "accelerate launch, flag --mixed_precision"
+    assert settings.origins["mixed_precision"] == "meshwright launch, flag --mixed_precision"
 
 
 def test_a_launch_can_be_said_again_for_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

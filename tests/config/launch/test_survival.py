@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.config.launch.survival import refuse_survival
-from accelerate.errors import UnsupportedSettingError
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.config.launch.survival import refuse_survival
+from meshwright.errors import UnsupportedSettingError
 
 
 def refuse(*, method: str = "elastic", num_processes: int = 4, **flags: Any) -> None:

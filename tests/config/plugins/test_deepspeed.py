@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from accelerate import DeepSpeedPlugin
-from accelerate.config.settings import TrainingSettings
 from accelerate.utils import HfDeepSpeedConfig
+from meshwright import DeepSpeedPlugin
+from meshwright.config.settings import TrainingSettings
 
 
 def resolved(plugin: Any = None, **arguments: Any) -> TrainingSettings:
@@ -42,7 +42,7 @@ def test_a_config_comes_from_a_file_a_dict_or_base64(tmp_path: Path) -> None:
         assert plugin.zero_stage == 1
         assert plugin.is_auto("bf16.enabled")
     assert config["zero_optimization"] == {"stage": 1}  # the caller's own is not changed
-    for text, complaint in (("{", "is not valid JSON"), ("[1]", "must hold keys and values")):
+    for text, complaint in (("{", "is damaged"), ("[1]", "must hold keys and values")):
         file.write_text(text)
         with pytest.raises(ValueError, match=complaint):
             DeepSpeedPlugin(hf_ds_config=str(file))

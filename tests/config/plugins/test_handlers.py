@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate import PartialState
-from accelerate.config.plugins.handlers import (
+from meshwright import PartialState
+from meshwright.config.plugins.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -82,6 +82,7 @@ DEFAULTS: list[tuple[type, dict[str, Any]]] = [
             "non_blocking": False,
             "use_stateful_dataloader": False,
             "constant_memory_shuffle": False,  # ours, after the published ones
+            "order": None,
         },
     ),
     (

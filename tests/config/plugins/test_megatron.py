@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.config.plugins import megatron
-from accelerate.config.plugins.parallelism import ParallelismConfig
-from accelerate.config.settings import TrainingSettings
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    MegatronLMDummyScheduler,
-    MegatronLMPlugin,
-    TorchTensorParallelPlugin,
-)
+from accelerate.utils import MegatronLMDummyScheduler
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, MegatronLMPlugin, TorchTensorParallelPlugin
+from meshwright.config.plugins import megatron
+from meshwright.config.plugins.parallelism import AXES, ParallelismConfig
+from meshwright.config.settings import TrainingSettings
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.modules.dtensors import local
+from tests.parallel.mesh.experts import moe
 from tests.parallel.ways import train
 from tests.ranks import ranks
 
@@ -139,7 +136,7 @@ def test_what_has_no_effect_is_said_and_what_runs_is_explained(caplog: pytest.Lo
     ]
 
 
-@pytest.mark.parametrize("name", ["tp_degree", "pp_degree", "num_micro_batches", "context_parallel_size"])
+@pytest.mark.parametrize("name", megatron._SIZES)
 def test_sizes_that_are_none_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"MegatronLMPlugin\({name}=0\): expected a whole number"):
         MegatronLMPlugin(**{name: 0})
@@ -172,6 +169,42 @@ def test_the_older_plugin_of_tensor_parallelism_becomes_a_mesh() -> None:
         resolved(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), parallelism_config=ParallelismConfig())
     with pytest.raises(ValueError, match="needs an axis tp of that size"):
         TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=object())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fitted"),
+    [
+        ({"cp": 2, "ep": 2}, {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 2}),
+        ({"tp": 4, "pp": 2}, {"dp_replicate": 2, "pp": 2, "tp": 2}),
+        ({"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ({"dp_shard": -1}, {"dp_shard": 4, "tp": 2}),
+        ({"dp_replicate": 4}, {"dp_replicate": 4, "tp": 2}),
+    ],
+)
+def test_the_older_plugin_leaves_the_other_axes_to_the_environment(
+    sizes: dict[str, int], fitted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for axis, size in {"dp_replicate": 1, "dp_shard": 1, **sizes}.items():  # the launcher sets them all
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", str(size))
+    config = TorchTensorParallelPlugin(tp_size=2).parallelism().fitted(8)
+    assert {axis: config.size(axis) for axis in (*AXES, "ep") if config.size(axis) > 1} == fitted
+
+
+def test_experts_are_spread_as_the_plugin_says_and_not_as_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_EP_SIZE", "4")
+    assert MegatronLMPlugin().parallelism().ep_size == 1
+    plugin = MegatronLMPlugin(expert_model_parallel_size=2, tp_degree=2)
+    assert plugin.parallelism().fitted(8).expert_sizes == (4, 1, 2)
+    assert ("expert_model_parallel_size", "2", "ep_size=2, by the plan that the model carries") in plugin.translation()
+
+
+@ranks(2)
+def test_a_model_with_experts_is_spread_by_the_plan_that_it_carries() -> None:
+    net = moe.model()
+    net._ep_plan = {"blocks.*.experts.up": "grouped_gemm"}  # type: ignore[assignment]
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(expert_model_parallel_size=2))
+    net = accelerator.prepare(net)
+    assert len(local(accelerator.unwrap_model(net).blocks[0].experts.up)) == moe.EXPERTS // 2
 
 
 def rates(style: str, steps: int, **options: Any) -> list[float]:

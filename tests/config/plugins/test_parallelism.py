@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate import Accelerator, PartialState
-from accelerate.config.plugins.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig, PartialState
+from meshwright.config.plugins.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from tests.ranks import ranks
 
 
@@ -78,7 +77,7 @@ def test_unknown_engines_and_strategies_are_refused() -> None:
 
 
 def test_the_sizes_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.config.settings import TrainingSettings
+    from meshwright.config.settings import TrainingSettings
 
     def resolved(**arguments: Any) -> Any:
         return TrainingSettings.from_arguments(
@@ -112,7 +111,7 @@ def test_it_can_be_written_down() -> None:
 
 
 def test_importing_it_does_not_import_torch() -> None:
-    program = "import sys, accelerate.config.plugins.sharding; print('torch' in sys.modules)"
+    program = "import sys, meshwright.config.plugins.sharding; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 
@@ -163,5 +162,8 @@ def test_sequence_parallelism_of_deepspeed_is_described_as_in_1_15(monkeypatch: 
         DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "128")
     assert DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False).sp_seq_length == 128
-    with pytest.raises(ValueError, match="'eager' and 'flex_attention' are not supported"):
+    with pytest.raises(ValueError, match=r"Invalid sp_attn_implementation: eager\. .*sdpa"):
         DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
+    with pytest.raises(ValueError, match="Invalid sp_attn_implementation: sdap"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdap")
+    DeepSpeedSequenceParallelConfig(sp_attn_implementation="kernels-community/flash-attn2")

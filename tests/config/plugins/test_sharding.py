@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
 
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import FullyShardedDataParallelPlugin
+from meshwright.errors import UnsupportedSettingError
 
 
 def test_the_defaults() -> None:
@@ -116,7 +116,7 @@ def test_a_plugin_is_made_from_the_words_of_a_launch(caplog: pytest.LogCaptureFi
 
 
 def test_the_environment_asks_for_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.config.settings import TrainingSettings
+    from meshwright.config.settings import TrainingSettings
 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")

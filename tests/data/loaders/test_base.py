@@ -18,10 +18,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
-from accelerate.runtime import phases
-from accelerate.utils import set_seed
+from accelerate.data_loader import prepare_data_loader
+from meshwright import Accelerator, DataLoaderConfiguration, DataLoaderShard, set_seed, skip_first_batches
+from meshwright.runtime import phases
 from tests.ranks import ranks, run_on_ranks
 from tests.simulated_accelerator import on_a_simulated_accelerator, set_delays
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
+from meshwright import Accelerator, DataLoaderConfiguration, DataLoaderDispatcher, DataLoaderShard
 from tests.ranks import RankFailure, ranks, run_on_ranks
 
 
@@ -41,6 +43,15 @@ class Stream(IterableDataset):
         return iter(range(self.n))
 
 
+class WorkersStream(Stream):
+    """Each worker reads its own part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return iter(range(info.id, self.n, info.num_workers))
+
+
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 13])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -58,9 +69,7 @@ def test_it_hands_out_what_shares_would_be_and_reads_only_on_the_main_process(
         batches.append(batch.tolist())
         metrics += accelerator.gather_for_metrics(batch).tolist()
     assert len(loader) == len(batches)
-    assert (data.reads == n) if accelerator.is_main_process and not drop_last else (data.reads in (0, n, data.reads))
-    if not accelerator.is_main_process:
-        assert data.reads == 0
+    assert data.reads == (len(batches) * loader.total_batch_size if accelerator.is_main_process else 0)
     sharded = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split)).prepare(plain)
     assert batches == [batch.tolist() for batch in sharded]
     dropped = n % loader.total_batch_size if drop_last else 0
@@ -135,6 +144,85 @@ def test_texts_in_an_incomplete_last_round_are_counted_once() -> None:
     loader = accelerator.prepare(DataLoader(range(10), batch_size=2, collate_fn=texts))
     seen = [t for batch in loader for t in accelerator.gather_for_metrics(batch["text"])]
     assert seen == [f"t{i}" for i in range(10)]
+
+
+class Pair(NamedTuple):
+    number: torch.Tensor
+    text: list[str]
+
+
+@dataclass
+class Labelled:
+    number: torch.Tensor
+    labels: tuple[str, ...]
+
+
+COLLATED: dict[str, Callable[[list[int]], Any]] = {
+    "strings": lambda rows: [f"t{row}" for row in rows],
+    "tuple of strings": lambda rows: (torch.tensor(rows), tuple(f"t{row}" for row in rows)),
+    "constants": lambda rows: {"rows": torch.tensor(rows), "size": 4, "name": "x", "mask": None, "empty": []},
+    "nested": lambda rows: [{"a": ({"b": rows}, torch.tensor(rows))}, [[row, row] for row in rows]],
+    "named tuple": lambda rows: Pair(torch.tensor(rows), [f"t{row}" for row in rows]),
+    "data class": lambda rows: Labelled(torch.tensor(rows), tuple(f"t{row}" for row in rows)),
+    "arrays": lambda rows: {"array": np.array(rows), "object": np.array([f"t{row}" for row in rows], dtype=object)},
+    "ragged": lambda rows: [torch.full((row,), row) for row in rows],
+    "padded": lambda rows: torch.nn.utils.rnn.pad_sequence([torch.full((row,), row) for row in rows]),
+    "scalar": lambda rows: {"rows": torch.tensor(rows), "mean": torch.tensor(rows).float().mean()},
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@ranks(2, 3)
+def test_a_batch_may_hold_anything(split: bool, world_size: int) -> None:
+    for kind, collate in COLLATED.items():
+        for data in (range(world_size * 4 + 3), Stream(world_size * 4 + 3)):
+            plain: DataLoader[Any] = DataLoader(data, batch_size=2 * world_size if split else 2, collate_fn=collate)
+            config = {"split_batches": split}
+            sharding = Accelerator(
+                cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False, **config)
+            )
+            handed_out = [repr(batch) for batch in dispatching(**config).prepare(plain)]
+            assert handed_out == [repr(batch) for batch in sharding.prepare(plain)], kind
+            assert len(handed_out) == 3
+
+
+@ranks(2)
+def test_a_round_is_divided_as_the_user_says(world_size: int) -> None:
+    def every_second(batch: torch.Tensor, part: slice, process_index: int, num_processes: int) -> torch.Tensor:
+        assert (part.start, part.stop) == (2 * process_index, 2 * process_index + 2)
+        return batch[process_index::num_processes]
+
+    for split in (False, True):
+        plain: DataLoader[Any] = DataLoader(range(8), batch_size=4 if split else 2)
+        accelerator = dispatching(split_batches=split)
+        loader = accelerator.prepare_data_loader(plain, slice_fn_for_dispatch=every_second)
+        rank = accelerator.process_index
+        assert [batch.tolist() for batch in loader] == [[rank, rank + 2], [rank + 4, rank + 6]]
+
+
+@ranks(2)
+def test_a_batch_that_cannot_be_divided_into_equal_parts_is_refused(world_size: int) -> None:
+    accelerator = dispatching(split_batches=True)
+    for data in (range(10), Stream(10)):
+        with pytest.raises(ValueError, match=r"the batch size \(5\) needs to be a round multiple"):
+            accelerator.prepare(DataLoader(data, batch_size=5))
+        with pytest.raises(ValueError, match="has no batch size"):
+            accelerator.prepare(DataLoader(data, batch_size=None))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@ranks(2)
+def test_workers_that_end_in_the_middle_of_a_round_lose_nothing(workers: int, world_size: int) -> None:
+    for split in (False, True):
+        accelerator = dispatching(split_batches=split)
+        plain: DataLoader[Any] = DataLoader(
+            WorkersStream(21), batch_size=4 if split else 2, num_workers=workers, collate_fn=texts
+        )
+        loader = accelerator.prepare(plain)
+        seen = [text for batch in loader for text in accelerator.gather_for_metrics(batch["text"])]
+        assert sorted(seen) == sorted(f"t{number}" for number in range(21))
+        rest = accelerator.skip_first_batches(loader, 2)
+        assert [text for batch in rest for text in accelerator.gather_for_metrics(batch["text"])] == seen[8:]
 
 
 @ranks(2)

@@ -17,10 +17,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.errors import UnsupportedSettingError
-from accelerate.runtime.loop.gradient_state import GradientState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.data_loader import prepare_data_loader
+from meshwright import GradientAccumulationPlugin, skip_first_batches
+from meshwright.errors import UnsupportedSettingError
+from meshwright.runtime.loop.gradient_state import GradientState
 from tests.data.members import Members
 from tests.data.worlds import Data, Stream
 from tests.sizes import at_night

@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data.order.position import PositionError
-from accelerate.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SkipDataLoader,
-    prepare_data_loader,
-    skip_first_batches,
-)
+from accelerate.data_loader import SkipDataLoader, prepare_data_loader
+from meshwright import Accelerator, DataLoaderConfiguration, DataLoaderDispatcher, DataLoaderShard, skip_first_batches
+from meshwright.data.order.position import PositionError
 from tests.data.worlds import Stream, gathered
 from tests.ranks import run_on_ranks
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from accelerate.data.order.elastic import ElasticEpoch, MicroBatch
-from accelerate.data_loader import BatchSamplerShard
+from meshwright import BatchSamplerShard
+from meshwright.data.order.elastic import ElasticEpoch, MicroBatch
 from tests.sizes import sized
 
 BOUNDED = settings(

@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
-from accelerate.data.order.orders import SynchronizedRandomSampler, read_order, sized_sampler, synchronized_sampler
-from accelerate.data_loader import SeedableRandomSampler
+from meshwright import SeedableRandomSampler
+from meshwright.data.order.orders import (
+    OrderState,
+    SynchronizedRandomSampler,
+    read_order,
+    sized_sampler,
+    synchronized_sampler,
+)
 from tests.ranks import run_on_ranks
 
 
@@ -29,7 +35,7 @@ def test_replacement_and_number_of_samples_are_kept(options: dict[str, object]) 
 
 
 def order_after_different_random_numbers() -> list[int]:
-    from accelerate import PartialState
+    from meshwright import PartialState
 
     torch.manual_seed(PartialState(cpu=True).process_index)
     return list(SynchronizedRandomSampler(RandomSampler(range(50))))
@@ -75,3 +81,88 @@ def test_known_orders_are_read_at_once_and_others_only_by_iterating() -> None:
     assert len(order) == 9
     assert sized_sampler(BatchSampler(SequentialSampler(range(5)), 2, False)) is not None
     assert sized_sampler(BatchSampler(SubsetRandomSampler(range(5)), 2, False)) is None
+
+
+class CountingSampler(Sampler[int]):
+    """A sampler with a state of its own."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def test_the_key_of_an_order_brings_it_back() -> None:
+    own = CountingSampler()
+    state = OrderState(own)
+    own.drawn = 5
+    state.begin_epoch(None)
+    own.drawn = 9
+    assert state.key() == {"sampler": {"drawn": 5}}
+    state.restore(state.key())
+    assert own.drawn == 5
+    generator = torch.Generator().manual_seed(3)
+    state = OrderState(RandomSampler(range(20), generator=generator))
+    state.begin_epoch(None)
+    first = torch.rand((), generator=generator)
+    state.begin_epoch(state.key())
+    assert torch.rand((), generator=generator) == first
+    state = OrderState(SubsetRandomSampler(range(20)))
+    state.begin_epoch(None)
+    first = torch.rand(())
+    state.restore(state.key())
+    assert torch.rand(()) == first
+    assert state.key_of_next_epoch() == {}, "torch's generator is that of the checkpoint"
+
+
+class ForgetfulSampler(CountingSampler):
+    """A sampler that tells its state and cannot take one."""
+
+    load_state_dict = property()  # type: ignore[assignment]
+
+
+def test_a_state_that_cannot_be_restored_is_no_key() -> None:
+    state = OrderState(ForgetfulSampler())
+    state.begin_epoch(None)
+    assert set(state.key()) == {"rng"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"seed": 7},
+        {"seed": None, "initial_seed": 7},
+        {"generator": torch.Generator().manual_seed(7).get_state()},
+        {"sampler": {"drawn": 7}},
+    ],
+)
+def test_a_key_of_another_kind_of_sampler_changes_nothing(key: dict[str, object]) -> None:
+    samplers = [RandomSampler(range(20)), SequentialSampler(range(20))]
+    for sampler in samplers if "seed" in key else [*samplers, SynchronizedRandomSampler(RandomSampler(range(20)))]:
+        torch.manual_seed(3)
+        expected = list(sampler)
+        torch.manual_seed(3)
+        OrderState(sampler).restore(key)
+        assert list(sampler) == expected
+
+
+def test_seeds_are_restored_where_the_sampler_has_one() -> None:
+    seeded = SeedableRandomSampler(range(20), data_seed=5)
+    OrderState(seeded).restore({"initial_seed": 6})
+    assert list(seeded) == list(SeedableRandomSampler(range(20), data_seed=6))
+    drawn = SynchronizedRandomSampler(RandomSampler(range(20)))
+    expected = list(drawn)
+    OrderState(drawn).restore({"seed": drawn.seed})
+    assert list(drawn) == expected
+
+
+def test_random_samplers_that_are_to_be_given_a_generator_are_kept() -> None:
+    choice = {"constant_memory": False, "data_seed": None}
+    plain = RandomSampler(range(4))
+    assert synchronized_sampler(plain, seedable=False, keeps_torchs=True, **choice) is plain
+    assert isinstance(synchronized_sampler(plain, seedable=False, **choice), SynchronizedRandomSampler)
+    assert isinstance(synchronized_sampler(plain, seedable=True, keeps_torchs=True, **choice), SeedableRandomSampler)

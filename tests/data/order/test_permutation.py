@@ -10,10 +10,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data.order.permutation import Permutation
-from accelerate.data_loader import HugeRandomSampler
+from meshwright import Accelerator, DataLoaderConfiguration, HugeRandomSampler
+from meshwright.data.order.permutation import Permutation
 from tests.sizes import at_night
 
 
@@ -79,6 +79,15 @@ def test_every_sample_is_equally_likely_at_every_position_and_neighbours_are_ind
     for counts, degrees in ((table, (bins - 1) ** 2), (steps[1:], n - 2)):
         chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
         assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_the_sampler_takes_the_seed_of_torchs_generator_where_none_is_given() -> None:
+    torch.manual_seed(7)
+    of_generator = HugeRandomSampler(range(50))
+    assert list(of_generator) == list(HugeRandomSampler(range(50), seed=7))
+    assert list(of_generator) != list(HugeRandomSampler(range(50), seed=0)), "0 is a seed like others"
+    torch.manual_seed(8)
+    assert list(HugeRandomSampler(range(50))) != list(of_generator)
 
 
 def test_the_sampler_follows_the_epoch_and_the_option_uses_it() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from accelerate import Accelerator
-from accelerate.data.order.position import Position, PositionError
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import set_seed
+from meshwright import Accelerator, set_seed
+from meshwright.data.order.position import Position, PositionError
 from tests.data.loaders.test_dispatch import CountingData
 from tests.data.worlds import Data, StatefulStream, Stream, gathered, steps_of
 from tests.ranks import run_on_ranks

@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import chain, product
 
 import pytest
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import IterableDatasetShard
+from meshwright import BatchSamplerShard
 
 CASES = [
     (n, size, world, drop_last, even, split)
@@ -20,6 +22,13 @@ CASES = [
 
 class OpaqueBatchSampler(BatchSampler):
     """A batch sampler that the library does not know and can only iterate over."""
+
+
+class TwiceBatchSampler(OpaqueBatchSampler):
+    """A batch sampler that makes other batches than its sampler and size tell."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
 
 
 def shares(kind: type[BatchSampler], case: tuple[int, int, int, bool, bool, bool]) -> list[list[list[int]]]:
@@ -94,11 +103,41 @@ class OddBatches:
         return 3
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("n", [7, 8, 9, 10, 11])
+def test_real_samples_are_counted_where_an_unknown_batch_sampler_makes_as_many_batches(n: int, drop_last: bool) -> None:
+    unknown, known, more = (
+        BatchSamplerShard(kind(SequentialSampler(range(n)), 4, drop_last), 2)
+        for kind in (OpaqueBatchSampler, BatchSampler, TwiceBatchSampler)
+    )
+    assert unknown.real_samples_in_last_round(0) == known.real_samples_in_last_round(0) is not None
+    assert more.real_samples_in_last_round(0) is None
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_long_order_is_read_in_blocks_and_its_sampler_ends_before_the_last_batch(start: int, even: bool) -> None:
+    """Samplers of torch draw once more at its end."""
+    n = 30_011
+    order = list(RandomSampler(range(n), generator=torch.Generator().manual_seed(3)))
+    for rank in range(3):
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(range(n), generator=generator)
+        shard = BatchSamplerShard(BatchSampler(sampler, 4, False), 3, rank, even_batches=even)
+        read, draws = [], []
+        for batch in shard.iterate_from(start):
+            read.append(batch)
+            draws.append(hash(generator.get_state().numpy().tobytes()))
+        parts = [range(first, first + 4) for first in range(4 * start + 4 * rank, n, 12)]
+        assert read == [[order[position % n] for position in part if even or position < n] for part in parts]
+        assert draws[0] == draws[-2] != draws[-1]
+
+
 def test_batches_without_a_size_are_made_even_by_whole_batches() -> None:
     shards = [BatchSamplerShard(OddBatches(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0], [4, 5]], [[1, 2, 3], [0]]]
     assert [len(shard) for shard in shards] == [2, 2]
-    assert [shard.counted_in_last_round for shard in shards] == [2, 2], "the filling is no sample"
+    assert [shard.counted_in_last_round for shard in shards] == [[2, 0]] * 2, "the filling is no sample"
     five = [list(BatchSamplerShard(OddBatches(), 5, rank)) for rank in range(5)]
     assert five == [[[0]], [[1, 2, 3]], [[4, 5]], [[0]], [[1, 2, 3]]]
     assert [list(BatchSamplerShard(OddBatches(), 3, rank)) for rank in range(3)] == [[[0]], [[1, 2, 3]], [[4, 5]]]

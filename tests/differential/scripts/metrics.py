@@ -56,6 +56,15 @@ def metrics_of_nested_batches(observe: Observer) -> None:
         observe(nested=gathered, kind=type(gathered["named"]).__name__)
 
 
+@script("two")
+def metrics_in_mappings_with_text(observe: Observer) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    for batch in accelerator.prepare(DataLoader(Records(), batch_size=2)):
+        observe(mapping=accelerator.gather_for_metrics({"id": batch["id"], "text": batch["text"]}))
+
+
 @script("one", "two")
 def metrics_that_are_text(observe: Observer) -> None:
     from accelerate import Accelerator

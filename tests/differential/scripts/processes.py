@@ -80,8 +80,19 @@ def second_accelerator(observe: Observer) -> None:
     first = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     second = Accelerator()
     observe(precision=[first.mixed_precision, second.mixed_precision])
+    observe(steps=[first.gradient_accumulation_steps, second.gradient_accumulation_steps])
     observe.raises("another precision", Accelerator, mixed_precision="fp16")
+    observe(later=Accelerator().mixed_precision)
     observe(same=first.process_index == second.process_index)
+
+
+@script("one", "two")
+def second_accelerator_that_compiles(observe: Observer) -> None:
+    from accelerate import Accelerator
+
+    first, second = Accelerator(dynamo_backend="eager"), Accelerator()
+    observe(backend=[str(one.state.dynamo_plugin.backend) for one in (first, second)])
+    observe(another=Accelerator(dynamo_backend="aot_eager").state.dynamo_plugin.backend)
 
 
 @script("one", "two")

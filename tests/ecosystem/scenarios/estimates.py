@@ -12,7 +12,7 @@ import torch
 from tiny import llama, report
 from torch import Tensor
 
-from accelerate.commands.accelerate_cli import main
+from meshwright.commands.cli import main
 
 BATCH, LENGTH = 2, 64
 

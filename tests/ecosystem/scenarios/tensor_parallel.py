@@ -1,11 +1,15 @@
 """Train small models of transformers by their own plans of tensor parallelism; compare with one process.
 
 `tensor_parallel.py ARCHITECTURE…` on 2 processes splits layers over 2, on 4 processes it shards over 2 more.
+`ARCHITECTURE:STYLE` gives the first weights of experts that style instead of the plan's, `ARCHITECTURE:` leaves out the
+rules of the modules that hold experts; both report the refusal.
+PLANS_BY_NAME=1 simulates how transformers 5.23 applies a plan: by names of modules and parameters, without patterns.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from typing import Any
 
@@ -65,6 +69,26 @@ def model_of(architecture: str) -> torch.nn.Module:
     return model
 
 
+def apply_by_name(model: torch.nn.Module, mesh: Any, plan: dict[str, str]) -> None:
+    """Take names only, as transformers 5.23 does."""
+    known = {**dict(model.named_modules()), **dict(model.named_parameters())}
+    raise KeyError([name for name in plan if name not in known])
+
+
+def refusal_of(architecture: str, style: str) -> str:
+    """Return how a plan is refused that splits the first weights of experts in this way, or says nothing of experts."""
+    model = model_of(architecture)
+    plan = {name: own for name, own in model.tp_plan.items() if style or own != "moe_tp_experts"}
+    if style:
+        plan |= {name: style for name in plan if name.endswith("gate_up_proj")}
+    config = ParallelismConfig(tp_size=2, dp_shard_size=-1, tp_plan=plan)
+    try:
+        Accelerator(cpu=True, parallelism_config=config).prepare(model)
+    except ValueError as refusal:
+        return str(refusal)
+    return "taken"
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """Return a whole tensor."""
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -113,4 +137,10 @@ def off_by(architecture: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    report(**{architecture: off_by(architecture) for architecture in sys.argv[1:]})
+    if os.environ.get("PLANS_BY_NAME"):
+        transformers.distributed.tensor_parallel.apply_tensor_parallelism = apply_by_name
+    found: dict[str, Any] = {}
+    for wanted in sys.argv[1:]:
+        name, changed, style = wanted.partition(":")
+        found[wanted] = refusal_of(name, style) if changed else off_by(name)
+    report(**found)

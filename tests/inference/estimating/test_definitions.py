@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.inference.estimating import definitions
-from accelerate.inference.estimating.definitions import (
+from meshwright.inference.estimating import definitions
+from meshwright.inference.estimating.definitions import (
     DefinitionError,
     NoBatchError,
     create_empty_model,

@@ -25,8 +25,8 @@ PREPARE = """
 import sys
 from pathlib import Path
 from benchmarks import offload
-from accelerate import disk_offload
-from accelerate.checkpoint.formats.model_files import save_model_files
+from meshwright import disk_offload
+from meshwright.checkpoint.formats.model_files import save_model_files
 
 model = offload.make_model(6)
 save_model_files(model.state_dict(), Path(sys.argv[1]) / "shards", max_shard_size="35MB", safe_serialization=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.inference.estimating.batches import Batch
-from accelerate.inference.estimating.sizes import Sizes, blocks_of
+from meshwright.inference.estimating.batches import Batch
+from meshwright.inference.estimating.sizes import Sizes, blocks_of
 from tests.parallel.small_transformer import Transformer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.big_modeling import attach_layerwise_casting_hooks, cpu_offload_with_hook
+from accelerate.big_modeling import attach_layerwise_casting_hooks
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -21,6 +21,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from accelerate.utils import align_module_device, has_offloaded_params
+from meshwright import cpu_offload_with_hook
 from tests.simulated_accelerator import on_a_simulated_accelerator
 
 

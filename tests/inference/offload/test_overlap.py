@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import cpu_offload
-from accelerate.inference.offload import streaming
+from meshwright import cpu_offload
+from meshwright.inference.offload import streaming
 from tests.simulated_accelerator import on_a_simulated_accelerator, set_delays, synchronization_removed
 from tests.sizes import sized
 from tests.timing import ALONE

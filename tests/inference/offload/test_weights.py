@@ -11,9 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.inference.offload.weights import SafetensorsFile, TensorFile
-from accelerate.runtime.streams import mapping
-from accelerate.runtime.streams.mapping import is_mapped, prefetch_pages, release_pages
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -24,6 +21,10 @@ from accelerate.utils import (
     offload_weight,
     save_offload_index,
 )
+from meshwright.errors import InvalidDataError
+from meshwright.inference.offload.weights import SafetensorsFile, TensorFile
+from meshwright.runtime.streams import mapping
+from meshwright.runtime.streams.mapping import is_mapped, prefetch_pages, release_pages
 
 WEIGHTS = {
     "a.weight": torch.randn(3, 5),
@@ -135,7 +136,7 @@ def test_damaged_files_raise(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1000)}, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="is incomplete: w"):
+    with pytest.raises(ValueError, match="incomplete"):
         SafetensorsFile(path)
     path.write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match="header"):
@@ -151,3 +152,29 @@ def test_a_folder_goes_back_into_a_model(tmp_path: Path) -> None:
     load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
     assert torch.equal(model.weight, torch.eye(2))
     assert extract_submodules_state_dict({"a.b": 1, "ab.c": 2, "a": 3}, ["a"]) == {"a.b": 1, "a": 3}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"safetensors_file": "FILE", "weight_name": "none"}, "holds no weight 'none'"),
+        ({"safetensors_file": "FILE"}, "holds no weight 'a'"),
+        ({"safetensors_file": "FILE", "weight_name": "w", "dtype": "quint8"}, "is not a dtype of plain"),
+        ({"safetensors_file": "a\0b", "weight_name": "w"}, "a name that no file can have"),
+        ({"safetensors_file": "\ud800", "weight_name": "w"}, "a name that no file can have"),
+        ({"dtype": "float32", "shape": [1] * 100_000 + [2]}, "has no tensor of shape"),
+        ({"dtype": "float32", "shape": [0, 1 << 62]}, "has no tensor of shape"),
+        ({"dtype": "float32", "shape": [-2]}, "has no tensor of shape"),
+        ({"dtype": "quint8", "shape": [8]}, "is not a dtype of plain"),
+    ],
+)
+def test_an_index_that_lies_is_refused_by_one_short_error(
+    entry: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / "a.dat").write_bytes(bytes(8))
+    entry = {name: str(tmp_path / "x.safetensors") if value == "FILE" else value for name, value in entry.items()}
+    (tmp_path / "index.json").write_text(json.dumps({"a": entry}))
+    with pytest.raises(InvalidDataError, match=reason) as raised:
+        _ = OffloadedWeightsLoader(save_folder=tmp_path)["a"]
+    assert len(str(raised.value)) < 1000

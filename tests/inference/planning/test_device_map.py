@@ -12,9 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import infer_auto_device_map, init_empty_weights
-from accelerate.inference.planning import device_map
-from accelerate.inference.planning.device_map import USED_FOR_WEIGHTS
 from accelerate.utils import (
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -26,7 +23,15 @@ from accelerate.utils import (
     get_max_layer_size,
     get_max_memory,
 )
-from accelerate.utils.modeling import clean_device_map, compute_module_total_buffer_size, get_non_persistent_buffers
+from accelerate.utils.modeling import (
+    clean_device_map,
+    compute_module_total_buffer_size,
+    fallback_allocate,
+    get_non_persistent_buffers,
+)
+from meshwright import infer_auto_device_map, init_empty_weights
+from meshwright.inference.planning import device_map
+from meshwright.inference.planning.device_map import USED_FOR_WEIGHTS
 from tests.inference.models import Residual, Scaled, tied_model
 from tests.simulated_accelerator import on_a_simulated_accelerator
 from tests.simulated_accelerator.faults import without_memory_information
@@ -196,3 +201,46 @@ def test_sizes() -> None:
     assert get_non_persistent_buffers(nn.Sequential(Scaled()), recurse=True, fqns=True) == {"0.offset"}
     assert clean_device_map({"a.b": 0, "a.c": 0, "d": 1}) == {"a": 0, "d": 1}
     assert clean_device_map({"a.b": 0, "a.c": 0}) == {"": 0}
+
+
+class Ties(nn.Module):
+    """Two modules apart, and a third that shares a tensor with each: their groups become one."""
+
+    def __init__(self, width: int, further: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width, bias=False), nn.Linear(4, further, bias=False)
+        self.both = nn.Module()
+        self.both.first, self.both.second = self.first.weight, self.second.weight
+
+
+@pytest.mark.parametrize(("width", "further"), [(8, 2), (2, 8)])
+def test_a_group_of_tied_modules_is_as_large_as_its_tensors_and_loads_its_largest_part(
+    width: int, further: int
+) -> None:
+    model = Ties(width, further)
+    model.first.register_buffer("ones", torch.ones(3))
+    model.second.register_buffer("zeros", torch.zeros(5))
+    sizing = device_map._Sizing(dtype=None, special_dtypes={}, whole=frozenset())
+    [group] = device_map._groups(model, sizing)
+    assert sorted(group.atoms) == ["both", "first", "second"]
+    assert group.buffers == 4 * (3 + 5)
+    assert group.size == 4 * (4 * (width + further) + 3 + 5)
+    assert group.layer == 4 * 4 * (width + further), "the module that reads both weights"
+    assert group.layer_without_buffers == group.layer
+
+
+def test_the_first_part_that_fits_is_found_and_the_rest_is_left() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(2, 2), nn.Linear(10, 10)), nn.Linear(3, 3))
+    sizes = compute_module_sizes(model)
+    modules = list(model.named_children())
+
+    def found(limit: int, **options: Any) -> tuple[str | None, list[str]]:
+        name, _, left = fallback_allocate(modules, sizes, limit, **options)
+        return name, [each for each, _ in left]
+
+    assert found(10_000) == ("0", ["1", "2"])
+    assert found(sizes["0"]) == ("0", ["1", "2"]), "a limit may be reached"
+    assert found(sizes["0"] - 1) == ("1.0", ["0", "1.1", "2"]), "a part of the second"
+    assert found(sizes["0"] - 1, no_split_module_classes=["Sequential"]) == ("2", ["0", "1"])
+    assert found(10_000, tied_parameters=[["0.weight", "1.0.weight"]]) == ("1.1", ["0", "1.0", "2"])
+    assert found(1) == (None, ["0", "1", "2"])

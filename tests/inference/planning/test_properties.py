@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, example, given, settings, strategies as st
 from torch import nn
 
-from accelerate.inference.dispatch import dispatch_model
-from accelerate.inference.offload.hooks import remove_hook_from_submodules
-from accelerate.inference.planning.device_map import OFFLOADED, DeviceMap, infer_auto_device_map, place_of
-from accelerate.inference.planning.sizes import compute_module_sizes
-from accelerate.inference.tensors import find_tied_tensors
+from meshwright.inference.dispatch import dispatch_model
+from meshwright.inference.offload.hooks import remove_hook_from_submodules
+from meshwright.inference.planning.device_map import OFFLOADED, DeviceMap, infer_auto_device_map, place_of
+from meshwright.inference.planning.sizes import compute_module_sizes
+from meshwright.inference.tensors import find_tied_tensors
 from tests.inference.models import NO_SPLIT, WIDTH, build, specs
 from tests.simulated_accelerator import device_module, on_a_simulated_accelerator
 from tests.sizes import PROFILE, sized

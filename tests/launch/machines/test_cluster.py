@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.machines.cluster import TASKS_PER_MACHINE, Cluster, expand_node_list, find_cluster
-from accelerate.launch.plan import make_plan
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch.machines.cluster import TASKS_PER_MACHINE, Cluster, expand_node_list, find_cluster
+from meshwright.launch.plan import make_plan
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.errors import LaunchError
-from accelerate.launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
-from accelerate.launch.plan import make_plan
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import LaunchError
+from meshwright.launch.machines.hostfile import cluster_from_hostfile, remarks_on_machines
+from meshwright.launch.plan import make_plan
 
 HERE = socket.gethostname()
 

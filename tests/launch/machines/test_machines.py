@@ -1,4 +1,4 @@
-"""`accelerate launch` on several machines: network namespaces with names and addresses of their own."""
+"""`meshwright launch` on several machines: network namespaces with names and addresses of their own."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_machines_that_disagree_are_all_told(
     )
     for running in launched:
         assert running.wait(10) == 2
-        assert f"accelerate launch: The machines do not agree: {said}" in running.printed
+        assert f"meshwright launch: The machines do not agree: {said}" in running.printed
 
 
 FAILS_ON_RANK_1 = """
 import time
 from pathlib import Path
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator(cpu=True)
 accelerator.wait_for_everyone()
 if accelerator.process_index == 2:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.errors import LaunchError
-from accelerate.launch.machines import memory
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import LaunchError
+from meshwright.launch.machines import memory
 
-VARIABLE = "ACCELERATE_MEMORY_COPIES_DIR"
+VARIABLE = "MESHWRIGHT_MEMORY_COPIES_DIR"
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,22 @@ def test_the_processes_get_a_folder_that_is_removed_at_the_end(shared_memory: Pa
 
 
 def test_folders_of_launchers_that_were_killed_are_removed_and_those_of_running_ones_stay(shared_memory: Path) -> None:
-    killed = shared_memory / f"{memory.PREFIX}killed"
-    killed.mkdir()
-    (killed / memory.LOCK_FILE).touch()
+    killed = shared_memory / "meshwright-copies-00000000.temporary"
+    (killed / "0").mkdir(parents=True)
     with memory.copies_of(settings(memory_copies_every=4)):
         first = Path(os.environ[VARIABLE])
         assert not killed.exists()
         with memory.copies_of(settings(memory_copies_every=4)):
             assert first.exists()
+
+
+def test_a_pipe_of_another_user_does_not_hold_the_launcher_up(shared_memory: Path) -> None:
+    other = shared_memory / "meshwright-copies-zz"
+    other.mkdir()
+    os.mkfifo(other / "launcher.lock")
+    os.mkfifo(shared_memory / "meshwright-copies-00000000.temporary")
+    with memory.copies_of(settings(memory_copies_every=4)):
+        assert len(list(shared_memory.iterdir())) == 3
 
 
 def test_a_folder_of_the_users_is_left_alone(shared_memory: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.errors import LaunchError
-from accelerate.launch.machines.pods import find_pod
-from accelerate.launch.plan import Plan, make_plan
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import LaunchError
+from meshwright.launch.machines.pods import find_pod
+from meshwright.launch.plan import Plan, make_plan
 
 KINDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("pods.yaml").read_text())
 PODS = [pytest.param(pod, id=f"{kind}, {pod['host']}") for kind, entry in KINDS.items() for pod in entry["pods"]]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, replace
 
 import pytest
 
-from accelerate.errors import LaunchError
-from accelerate.launch.machines import preflight
-from accelerate.launch.machines.preflight import Report, check_port, check_reachable, wait_for_all_machines
-from accelerate.runtime.group import network
+from meshwright.errors import LaunchError
+from meshwright.launch.machines import preflight
+from meshwright.launch.machines.preflight import Report, check_port, check_reachable, wait_for_all_machines
+from meshwright.runtime.group import network
 from tests.clusters.machines import until
 from tests.ranks.pool import free_port
 from tests.timing import limit
@@ -63,11 +65,17 @@ def call(port: int) -> Iterator[Call]:
     """Run the check of one machine in a thread."""
     with ThreadPoolExecutor() as threads:
 
-        def check(rank: int, machines: int = 2, processes: int = 1, hosts: str | None = None) -> Future[None]:
+        def check(
+            rank: int, machines: int = 2, processes: int = 1, hosts: str | None = None, secret: str = ""
+        ) -> Future[None]:
             report = Report(machine_rank=rank, num_machines=machines, processes_here=processes, host=f"host{rank}")
-            return threads.submit(wait_for_all_machines, report, "127.0.0.1", port, hosts)
+            return threads.submit(wait_for_all_machines, report, "127.0.0.1", port, hosts, secret=secret)
 
         yield check
+
+
+def line_of(report: Report) -> bytes:
+    return json.dumps(asdict(report)).encode() + b"\n"
 
 
 def send_line(port: int, line: bytes) -> socket.socket:
@@ -109,7 +117,7 @@ def test_a_disagreement_ends_all_machines(
         processes_here=other.get("processes", 1),
         host=f"host{other['rank']}",
     )
-    with send_line(port, third.encode()) as link:
+    with send_line(port, line_of(third)) as link:
         assert output in link.recv(4096).decode()
     for answered in (first, second):
         with pytest.raises(LaunchError) as raised:
@@ -127,11 +135,114 @@ def test_connections_of_other_programs_are_closed(call: Call, port: int, line: b
     link.close()
 
 
+GOOD = {"machine_rank": 1, "num_machines": 2, "processes_here": 1, "host": "evil"}
+FORGED = {
+    "an infinite rank": (json.dumps(GOOD | {"machine_rank": float("inf")}), "Infinity is no number"),
+    "brackets": ("[" * 4000, "nested too deeply"),
+    "digits": ('{"machine_rank": ' + "9" * 4000 + "}", "a number has 4000 digits"),
+    "no rank": (json.dumps(GOOD | {"machine_rank": -1}), "machine -1 of 2"),
+    "a rank beyond": (json.dumps(GOOD | {"machine_rank": 99}), "machine 99 of 2"),
+    "a rank as text": (json.dumps(GOOD | {"machine_rank": "1"}), "machine_rank is a text, expected int"),
+    "another field": (json.dumps(GOOD | {"go": True}), "unknown field 'go'"),
+    "escapes": (json.dumps(GOOD | {"host": "\x1b]0;pwn\x07\x1b[2J"}), "the name of the host cannot be printed"),
+    "a list": ("[1]", "expected an object, found a list"),
+    "without end": ("x" * 9000, "it said more than a line"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_report_is_refused_by_name(what: str, call: Call, port: int, wait_for_output: WaitForOutput) -> None:
+    line, reason = FORGED[what]
+    first = call(0)
+    with send_line(port, line.encode() + (b"" if what == "without end" else b"\n")) as link:
+        with suppress(ConnectionResetError):
+            assert link.recv(100) == b"", "it is closed"
+        output = wait_for_output("Connections refused: 1, the last from ")
+    assert reason in output
+    assert output.isascii()
+    assert "\x1b" not in output
+    second = call(1)
+    assert first.result(60) is second.result(60) is None
+
+
+def test_strangers_delay_no_machine(call: Call, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SECONDS_PER_ATTEMPT", 60.0)
+    monkeypatch.setattr(preflight, "MOST_SILENT_CONNECTIONS", 16)
+    first = call(0)
+    silent = [send_line(port, b"") for _ in range(200)]
+    slow = send_line(port, b"{")
+    began = time.monotonic()
+    second = call(1)
+    while not second.done():
+        with suppress(OSError):
+            slow.send(b"x")
+        time.sleep(0.05)
+    assert first.result(60) is second.result(60) is None
+    assert time.monotonic() - began < limit(5)
+    for link in (*silent, slow):
+        link.close()
+
+
+def test_a_stranger_that_says_a_byte_now_and_then_is_closed(
+    call: Call, port: int, wait_for_output: WaitForOutput
+) -> None:
+    first = call(0)
+    with send_line(port, b"{") as slow, suppress(OSError):
+        while True:
+            slow.sendall(b"x")
+            time.sleep(0.05)
+    wait_for_output("127.0.0.1: it said nothing that is a line")
+    second = call(1)
+    assert first.result(60) is second.result(60) is None
+
+
+def test_machines_that_know_the_secret_go_on_and_a_stranger_cannot_end_them(
+    call: Call, port: int, wait_for_output: WaitForOutput
+) -> None:
+    first = call(0, machines=3, secret="s3cret")
+    second = call(1, machines=3, secret="s3cret")
+    conflict = Report(machine_rank=1, num_machines=4, processes_here=1, host="evil")
+    with send_line(port, line_of(conflict)) as link:
+        assert "Machine 0 was started with MESHWRIGHT_LAUNCH_SECRET" in link.recv(4096).decode()
+    with send_line(port, line_of(replace(conflict, nonce="00"))) as link:
+        assert '"challenge": "' in link.recv(4096).decode()
+        link.sendall('{"proof": "é"}\n'.encode())
+        assert link.recv(4096) == b""
+    output = wait_for_output("Connections refused: 2")
+    assert "machine 1 (evil) does not know the secret of MESHWRIGHT_LAUNCH_SECRET" in output
+    third = call(2, machines=3, secret="s3cret")
+    assert first.result(60) is second.result(60) is third.result(60) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told", "named"),
+    [
+        ("a", "", "Machine 0 was started with MESHWRIGHT_LAUNCH_SECRET", "machine 1 (host1) was not started with"),
+        (
+            "",
+            "b",
+            "Machine 0 was started without MESHWRIGHT_LAUNCH_SECRET",
+            "machine 1 (host1) was not started without",
+        ),
+        ("a", "b", "Machine 0 does not know the secret", "machine 1 (host1) left when it was asked for the secret"),
+    ],
+)
+def test_a_machine_with_another_secret_is_told(
+    ours: str, theirs: str, told: str, named: str, call: Call, wait_for_output: WaitForOutput, gives_up: None
+) -> None:
+    first = call(0, secret=ours)
+    with pytest.raises(LaunchError, match=told):
+        call(1, secret=theirs).result(60)
+    assert named in wait_for_output("Connections refused: 1")
+    with pytest.raises(LaunchError, match="The rendezvous failed"):
+        first.result(60)
+
+
 def test_a_machine_that_disconnected_is_missing_and_may_reconnect(
     call: Call, port: int, wait_for_output: WaitForOutput
 ) -> None:
     first = call(0, machines=3)
-    send_line(port, Report(machine_rank=1, num_machines=3, processes_here=1, host="gone").encode()).close()
+    send_line(port, line_of(Report(machine_rank=1, num_machines=3, processes_here=1, host="gone"))).close()
     third = call(2, machines=3)
     wait_for_output("no connection from machine 1; present: 0 (host0), 2 (host2).")
     second = call(1, machines=3)
@@ -142,7 +253,7 @@ def test_a_missing_machine_is_named_as_the_batch_system_names_it(
     call: Call, wait_for_output: WaitForOutput, gives_up: None
 ) -> None:
     first = call(0, hosts="n[1-2]")
-    wait_for_output("accelerate launch: after 0 s no connection from machine 1 (n2); present: 0 (host0).")
+    wait_for_output("meshwright launch: after 0 s no connection from machine 1 (n2); present: 0 (host0).")
     with pytest.raises(LaunchError, match=r"The rendezvous failed: after 1 s no connection from machine 1 \(n2\)"):
         first.result(60)
 
@@ -212,8 +323,8 @@ def test_something_listens(port: int, address: str) -> None:
         with pytest.raises(
             LaunchError, match=rf"Port {port} on this machine .* cannot be used: Address already in use"
         ):
-            check_port(port)
-    check_port(port)
+            check_port(address, port)
+    check_port(address, port)
 
 
 def test_machines_connect_by_ipv6(port: int) -> None:

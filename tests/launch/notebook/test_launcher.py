@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate import Accelerator, PartialState
-from accelerate.config.environment import read
-from accelerate.errors import RuntimeConflictError, UnsupportedSettingError
-from accelerate.launch.notebook import launcher as notebook
-from accelerate.launch.notebook.failures import WorkerFailedError
-from accelerate.launchers import debug_launcher, notebook_launcher
+from meshwright import Accelerator, PartialState, debug_launcher, notebook_launcher
+from meshwright.config.environment import read
+from meshwright.errors import RuntimeConflictError, UnsupportedSettingError
+from meshwright.launch.notebook import launcher as notebook
+from meshwright.launch.notebook.failures import WorkerFailedError
 from tests import warm
 from tests.launching import run_script
 from tests.ranks.pool import free_port
@@ -62,7 +61,7 @@ def process_facts() -> tuple[Any, ...]:
 CELLS = {
     "setup": """
         import torch
-        from accelerate.launchers import notebook_launcher
+        from meshwright import notebook_launcher
 
         class Score:
             def __init__(self, value):
@@ -71,7 +70,7 @@ CELLS = {
         data = torch.arange(10.0)
 
         def total(scale):
-            from accelerate import Accelerator
+            from meshwright import Accelerator
             accelerator = Accelerator()
             print("rank", accelerator.process_index, "of", accelerator.num_processes)
             with accelerator.split_between_processes(data) as mine:
@@ -86,7 +85,7 @@ CELLS = {
     """,
     "failing": """
         def lose():
-            from accelerate import PartialState
+            from meshwright import PartialState
             state = PartialState()
             if state.process_index == 1:
                 raise LookupError("rank one lost its keys")
@@ -96,7 +95,7 @@ CELLS = {
     """,
     "nested": "notebook_launcher(lambda: notebook_launcher(total, (1,), num_processes=2), num_processes=2)",
     "captured": """
-        from accelerate import Accelerator
+        from meshwright import Accelerator
         accelerator = Accelerator()
         notebook_launcher(total, (1,), num_processes=2)
     """,
@@ -260,8 +259,8 @@ def test_several_hosts_meet_at_the_port_they_were_given(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import sys
-            from accelerate import Accelerator
-            from accelerate.launchers import notebook_launcher
+            from meshwright import Accelerator
+            from meshwright import notebook_launcher
 
             def ranks():
                 import torch
@@ -290,7 +289,7 @@ def test_forked_workers_compute_although_the_parent_has_used_all_its_threads(tmp
     script.write_text(
         textwrap.dedent("""
             import torch
-            from accelerate.launchers import notebook_launcher
+            from meshwright import notebook_launcher
 
             def compute():
                 weights = torch.ones(600, 600, requires_grad=True)
@@ -387,7 +386,7 @@ def test_the_error_begins_with_what_the_watcher_knows(
     function: Callable[[], None], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setenv("ACCELERATE_HANG_SECONDS", "2")
+        patch.setenv("MESHWRIGHT_HANG_SECONDS", "2")
         with pytest.raises(WorkerFailedError) as caught:
             notebook_launcher(function, num_processes=2)
     assert str(caught.value).startswith(told)
@@ -462,8 +461,8 @@ def test_ctrl_c_ends_the_workers(stubborn: bool, tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(f"""
             import os, time
-            from accelerate import PartialState
-            from accelerate.launchers import notebook_launcher
+            from meshwright import PartialState
+            from meshwright import notebook_launcher
 
             def endless():
                 state = PartialState()
@@ -543,7 +542,7 @@ def test_arguments_are_checked_before_anything_starts() -> None:
 
 def test_an_accelerator_in_use_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = False
-    monkeypatch.setattr("accelerate.runtime.devices.device.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("meshwright.runtime.devices.device.accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     assert notebook._start_method(None, notebook._accelerator_in_use()) == "fork"
     in_use = True
@@ -635,8 +634,8 @@ def test_a_peer_that_fails_after_the_debugged_rank_has_ended_is_reported() -> No
 
 
 DEBUGGED = """
-    from accelerate import Accelerator
-    from accelerate.launchers import debug_launcher
+    from meshwright import Accelerator
+    from meshwright import debug_launcher
 
     def train(factor):
         import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator, PartialState
+from meshwright import Accelerator, PartialState
 
 KIND, CULPRIT = sys.argv[1], int(sys.argv[2])
 

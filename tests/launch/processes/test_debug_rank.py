@@ -1,4 +1,4 @@
-"""`accelerate launch --debug_rank`: one rank in a debugger at a real terminal, the others wait."""
+"""`meshwright launch --debug_rank`: one rank in a debugger at a real terminal, the others wait."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.plan import make_plan
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch.plan import make_plan
 
 SCRIPT = """
 import torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator(cpu=True)
 mine = torch.tensor([accelerator.process_index])
 breakpoint()
@@ -28,8 +28,8 @@ if accelerator.process_index == 1:
 
 def test_breakpoints_and_an_exception_of_one_rank_at_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--debug_rank=1", "train.py"]
-    environment = os.environ | {"ACCELERATE_HANG_SECONDS": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "meshwright.commands.launch", "--cpu", "--num_processes=2", "--debug_rank=1", "train.py"]
+    environment = os.environ | {"MESHWRIGHT_HANG_SECONDS": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     terminal = pexpect.spawn(
         sys.executable, command, cwd=str(tmp_path), env=environment, encoding="utf-8", timeout=300, dimensions=(40, 200)
     )

@@ -14,7 +14,7 @@ from tests.launching import environment, run_to_success
 HARNESS = """
 import json, sys
 from pathlib import Path
-from accelerate.launch.processes.forked import World, run_forked
+from meshwright.launch.processes.forked import World, run_forked
 world = World(script=("ranks.py", *sys.argv[2:]), as_module=False, processes=int(sys.argv[1]),
               port=1, variables={"WORD": "given"}, folder=Path("logs"), before=lambda: print("before"))
 failure = run_forked(world, 6.0)
@@ -58,3 +58,24 @@ def test_a_world_ends_as_its_ranks_do(words: tuple[Any, ...], expected: list[Any
     else:
         assert found[:2] == expected[:2]
         assert expected[2] in found[2]
+
+
+FOLDER = """
+from meshwright.launch.processes.forked import World, run_forked
+from meshwright.temporary import temporary_folder
+with temporary_folder("test") as folder:
+    world = World(script=("ranks.py", "fails"), as_module=False, processes=2, port=1, variables={"WORD": "given"},
+                  folder=folder / "run", before=lambda: None)
+    failure = run_forked(world, 30.0)
+    print(failure.rank, "ValueError: no" in failure.log, folder.exists())
+print(folder.exists())
+"""
+
+
+def test_a_rank_that_ends_well_leaves_the_folder_in_which_the_others_write(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(SCRIPT.replace("raise", "time.sleep(1)\n    raise"))
+    (tmp_path / "harness.py").write_text(FOLDER)
+    printed = run_to_success(
+        [sys.executable, "harness.py"], "harness.py", directory=tmp_path, env=environment(tmp_path), time_limit=120
+    )
+    assert printed.splitlines() == ["1 True True", "False"]

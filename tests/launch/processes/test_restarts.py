@@ -9,7 +9,7 @@ from tests.launching import run_accelerate
 FAILS_ONCE = """
 import os, sys, time
 import torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 if not first and os.environ["RANK"] == "0":

@@ -25,7 +25,7 @@ TRAINING = """
 import subprocess, time
 import torch
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator()
 helper = subprocess.Popen(["sleep", "600"])
@@ -69,7 +69,7 @@ class Run:
         self.directory = directory
         self.mark = uuid.uuid4().hex
         words = ("launch", "--cpu", "--num_processes", 2, *options, "train.py")
-        variables |= {"ACCELERATE_TEST_MARK": self.mark, COLD: "1"}  # the kernel shows the environment of a real start
+        variables |= {"MESHWRIGHT_TEST_MARK": self.mark, COLD: "1"}  # the kernel shows the environment of a real start
         self.launcher = start_accelerate(*words, directory=directory, **variables)
 
     def wait_for(self, *names: str) -> None:
@@ -92,7 +92,7 @@ class Run:
 
     def line_of(self, process: psutil.Process) -> str | None:
         try:
-            is_ours = process.environ().get("ACCELERATE_TEST_MARK") == self.mark and process.status() != "zombie"
+            is_ours = process.environ().get("MESHWRIGHT_TEST_MARK") == self.mark and process.status() != "zombie"
             return f"{process.pid} {process.cmdline()}" if is_ours else None
         except psutil.Error:  # it ended this moment
             return None

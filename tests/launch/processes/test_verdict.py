@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.processes.verdict import Ending, judge, panel
+from meshwright.launch.processes.verdict import Ending, judge, panel
 from tests.launching import COMMAND, Launched, environment, run_accelerate
 from tests.timing import limit
 
@@ -74,7 +74,7 @@ def test_every_rank_fails_in_the_same_place(kind: str, cause: str, tmp_path: Pat
 
 
 def test_ranks_that_wait_for_each_other_are_shown_with_the_rule_and_their_lines(tmp_path: Path) -> None:
-    launched = launch_fault("stuck", 2, tmp_path, ACCELERATE_HANG_SECONDS="2")
+    launched = launch_fault("stuck", 2, tmp_path, MESHWRIGHT_HANG_SECONDS="2")
     lines = [line.strip() for line in launched.panel.splitlines()]
     text = " ".join(lines)
     here, there = (
@@ -92,7 +92,7 @@ def test_ranks_that_wait_for_each_other_are_shown_with_the_rule_and_their_lines(
 
 UNEVEN = """
 import torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator()
 model = accelerator.prepare(torch.nn.Linear(4, 2))
@@ -101,7 +101,7 @@ for _ in range(2 + accelerator.process_index):
 """
 RAGGED = """
 import torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator()
 accelerator.gather_for_metrics({"logits": torch.ones(3 + accelerator.process_index, 2)})
@@ -281,3 +281,33 @@ def test_each_failed_attempt_is_told_before_the_next(tmp_path: Path) -> None:
     assert launched.printed.split() == ["done", "done"]
     assert launched.complaints.count("failed first: OSError; restarting") == 2
     assert "attempts   2" in run_accelerate(*words, 1, "train.py", directory=tmp_path).panel
+
+
+FRAME = {"file": "train.py", "line": 7, "function": "main", "source": "go()"}
+
+
+def raised(rank: int, **record: object) -> Ending:
+    """Return the ending of a rank by an exception."""
+    told = {"type": "ValueError", "text": "ValueError: no", "cause": None, "diagnosis": None, "time": 1.0 + rank}
+    return Ending(rank=rank, local_rank=rank, exit_code=1, record=told | {"frames": [FRAME]} | record)
+
+
+@pytest.mark.parametrize(
+    ("endings", "said", "unsaid"),
+    [
+        ((raised(0), raised(1)), ("rank 1 failed in the same place", "the same script in one process"), "way"),
+        ((raised(0, frames=[]), raised(1, frames=[])), ("rank 1 failed in the same way",), "same place"),
+        (
+            tuple(raised(rank, type="StuckError", text="StuckError: ranks wait. Look for it.") for rank in (0, 1)),
+            ("Look for it.",),
+            "same place",
+        ),
+        ((raised(0),), ("the lines above",), "one process"),
+    ],
+)
+def test_the_panel_says_what_ranks_have_in_common_only_where_they_have_it(
+    endings: tuple[Ending, ...], said: tuple[str, ...], unsaid: str
+) -> None:
+    text = " ".join(panel(judge(endings, out_of_memory=False), machine_rank=0, num_machines=1, logs=None).split())
+    assert all(words in text for words in said), text
+    assert unsaid not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.launch.processes import worker
+from meshwright.launch.processes import worker
 
 WORKER = worker.__file__
+LAUNCH = "meshwright"
 
 SCRIPT = """
 import json, multiprocessing, os, pickle, sys
@@ -112,7 +114,7 @@ def test_success_leaves_no_record(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked by prctl")
 def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
-    ended = run(WORKER, "train.py", directory=tmp_path, ACCELERATE_LAUNCHER_PID="1")
+    ended = run(WORKER, "train.py", directory=tmp_path, MESHWRIGHT_LAUNCHER_PID="1")
     assert (ended.returncode, ended.stdout) == (143, "")
 
 
@@ -164,3 +166,20 @@ def test_ctrl_c_is_a_keyboard_interrupt_once_torch_is_imported(tmp_path: Path) -
     (tmp_path / "train.py").write_text(f"import torch\n{SWALLOWS_CTRL_C}\nprint('saved')")
     launched = run(WORKER, "train.py", directory=tmp_path)
     assert (launched.returncode, launched.stdout) == (0, "saved\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_fail_no_run(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "print('to stdout'); print('to stderr', file=sys.stderr)\n"
+        "with open('weights', 'w') as file:\n"
+        "    os.system('echo from a child; echo from a child >&2')\n"
+        "    file.write('weights')\n"
+    )
+    for words in ([WORKER, "train.py"], ["-m", LAUNCH, "launch", "--cpu", "--num_processes", "1", "train.py"]):
+        command = shlex.join([sys.executable, *words])
+        ended = subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=tmp_path, stdin=subprocess.DEVNULL)
+        assert ended.returncode == 0, words
+        assert (tmp_path / "weights").read_text() == "weights", "no child writes into a file"

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from accelerate.config.environment import patch_environment
+from meshwright.config.environment import patch_environment
 
 # Not 127.0.0.1, which Ray replaces by the address of the machine's first network card.
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"

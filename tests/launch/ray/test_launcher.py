@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.errors import LaunchError
-from accelerate.launch.notebook.failures import WorkerFailedError
-from accelerate.launchers import ray_launcher
+from meshwright import ray_launcher
+from meshwright.errors import LaunchError
+from meshwright.launch.notebook.failures import WorkerFailedError
 from tests.launch.ray.cluster import HEAD, SECOND, TwoNodes, two_nodes
 from tests.training import loss_of, make_data, make_model
 
@@ -37,8 +37,7 @@ def train(folder: str, kill_rank: int | None = None) -> tuple[list[torch.Tensor]
     """Train with a checkpoint after every second step; in the first attempt a rank is killed after some steps."""
     from torch.utils.data import DataLoader
 
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration, set_seed
+    from meshwright import Accelerator, ProjectConfiguration, set_seed
 
     accelerator = Accelerator(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
     set_seed(3)
@@ -95,7 +94,7 @@ def test_a_run_on_two_nodes_goes_on_from_its_checkpoint_after_a_kill(
 
 
 def fail(how: str) -> None:
-    from accelerate import Accelerator
+    from meshwright import Accelerator
 
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
@@ -125,8 +124,7 @@ def test_the_driver_gets_the_failure_of_the_rank_that_failed_first(
 
 
 def size_and_devices() -> tuple[int, list[str | None]]:
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
+    from meshwright import Accelerator, gather_object
 
     names = (os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"], os.environ.get("ACCELERATE_USE_CPU"))
     return Accelerator().num_processes, gather_object([" ".join(map(str, names))])
@@ -146,7 +144,7 @@ def test_local_rank_r_finds_its_gpu_at_place_r(nodes: TwoNodes) -> None:
 
 SCRIPT = """
 import os, sys, torch
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 accelerator = Accelerator()
 accelerator.wait_for_everyone()
@@ -159,7 +157,7 @@ print("sum", accelerator.reduce(torch.ones(1)).item(), accelerator.mixed_precisi
 
 def launch(nodes: TwoNodes, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--ray", "--ray_address"]
+    command = [sys.executable, "-m", "meshwright", "launch", "--ray", "--ray_address"]
     command += [nodes.address, "--num_processes", "2", "--ray_resources", "CPU=1", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
@@ -180,7 +178,7 @@ def test_a_script_that_fails_gives_the_verdict_and_its_exit_code(nodes: TwoNodes
 
 def save_when_asked(folder: str) -> int:
     """Train until somebody takes the node away; then save, leave, and report the restart that follows."""
-    from accelerate import Accelerator
+    from meshwright import Accelerator
 
     accelerator = Accelerator(project_dir=folder)
     accelerator.wait_for_everyone()

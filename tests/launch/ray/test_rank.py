@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from accelerate.errors import UnsupportedSettingError
-from accelerate.launch.processes.verdict import judge, panel
-from accelerate.launch.ray.placement import Place
-from accelerate.launch.ray.rank import RankProcess, read_ending
-from accelerate.launch.ray.run import Ranks, Work, _ended_by_launcher, _lost_process
-from accelerate.launchers import ray_launcher
+from meshwright import ray_launcher
+from meshwright.errors import UnsupportedSettingError
+from meshwright.launch.processes.verdict import judge, panel
+from meshwright.launch.ray.placement import Place
+from meshwright.launch.ray.rank import RankProcess, read_ending
+from meshwright.launch.ray.run import Ranks, Work, _ended_by_launcher, _lost_process
 
 REPORTED = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Connection reset by peer. Some common causes include: ..."""
@@ -89,6 +89,6 @@ def test_a_crash_is_known_by_what_faulthandler_wrote_and_a_kill_leaves_nothing(t
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.launch.ray.launcher.has_package", lambda name: False)
-    with pytest.raises(UnsupportedSettingError, match=r"Ray is not installed. Run `pip install \"accelerate\[ray\]\"`"):
+    monkeypatch.setattr("meshwright.launch.ray.launcher.has_package", lambda name: False)
+    with pytest.raises(UnsupportedSettingError, match=r"Ray is not installed. Run `pip install \"meshwright\[ray\]\"`"):
         ray_launcher(print)

@@ -1,4 +1,4 @@
-"""`accelerate test --report`: everything is tried, and one file says what was found, without anything private."""
+"""`meshwright test --report`: everything is tried, and one file says what was found, without anything private."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from accelerate.config.environment import patch_environment
-from accelerate.launch.selftest.checks import CHECKS
-from accelerate.launch.selftest.meshes import mesh_checks
-from accelerate.launch.selftest.report import PANEL, Drill, as_markdown, scrub
-from accelerate.launch.selftest.script import Bench, Outcome, run
-from accelerate.launch.selftest.speed import COMPARISONS, MEASUREMENTS
-from accelerate.launch.selftest.state import state_checks
+from meshwright.config.environment import patch_environment
+from meshwright.launch.selftest.checks import CHECKS
+from meshwright.launch.selftest.meshes import mesh_checks
+from meshwright.launch.selftest.report import PANEL, Drill, as_markdown, scrub
+from meshwright.launch.selftest.script import Bench, Outcome, run
+from meshwright.launch.selftest.speed import COMPARISONS, MEASUREMENTS
+from meshwright.launch.selftest.state import state_checks
 from tests.launching import run_accelerate
 from tests.ranks import run_on_ranks
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
@@ -68,7 +68,7 @@ def test_a_report_needs_a_folder(tmp_path: Path) -> None:
 
 def everything() -> dict[str, Any]:
     """Run all checks and measurements on this rank; return what failed, and what the background save said."""
-    with patch_environment(ACCELERATE_HANG_SECONDS="0"):
+    with patch_environment(MESHWRIGHT_HANG_SECONDS="0"):
         bench = Bench()
         results = run(bench, in_full=True)
         bench.shut_down()
@@ -78,7 +78,7 @@ def everything() -> dict[str, Any]:
 
 def all_meshes() -> dict[str, list[str]]:
     """Run the checks of meshes on this rank, and return what failed."""
-    with patch_environment(ACCELERATE_HANG_SECONDS="0"):
+    with patch_environment(MESHWRIGHT_HANG_SECONDS="0"):
         bench = Bench()
         found = {name: bench.run(name, check) for name, check in mesh_checks(bench.world_size).items()}
         bench.shut_down()

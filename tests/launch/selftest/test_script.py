@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.selftest.checks import CHECKS
-from accelerate.launch.selftest.speed import MEASUREMENTS
+from meshwright.launch.selftest.checks import CHECKS
+from meshwright.launch.selftest.speed import MEASUREMENTS
 from tests import warm
 from tests.launching import run_accelerate
 from tests.ranks.pool import free_port
@@ -39,7 +39,7 @@ def rows(printed: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_healthy_machine_passes(world_size: int) -> None:
-    ran = run(world_size, "-m", "accelerate.launch.selftest.script")
+    ran = run(world_size, "-m", "meshwright.launch.selftest.script")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     marks = {name: mark for name, (mark, _) in rows(ran.stdout).items()}
     assert marks == dict.fromkeys(CHECKS, "✓") | dict.fromkeys(MEASUREMENTS, "·")
@@ -47,7 +47,7 @@ def test_a_healthy_machine_passes(world_size: int) -> None:
     processes = "2 processes" if world_size == 2 else "1 process"
     (seconds,) = re.findall(rf"^passed: {len(CHECKS)} checks on {processes} in ([\d.]+) s$", ran.stdout, re.MULTILINE)
     assert float(seconds) < 20, "5 s on a machine that does nothing else"
-    assert re.search(r"^versions +accelerate 2\S+, PyTorch 2\S+, Python 3\S+$", ran.stdout, re.MULTILINE)
+    assert re.search(r"^versions +meshwright 0\S+, PyTorch 2\S+, Python 3\S+$", ran.stdout, re.MULTILINE)
     evidence = {name: text for name, (_, text) in rows(ran.stdout).items()}
     num_samples = 3 * 4 * world_size + 3
     assert evidence["shuffled data"] == f"{num_samples} of {num_samples} samples, each once"
@@ -56,7 +56,7 @@ def test_a_healthy_machine_passes(world_size: int) -> None:
 
 
 def test_the_configured_precision_is_what_is_tested() -> None:
-    ran = run(2, "-m", "accelerate.launch.selftest.script", ACCELERATE_MIXED_PRECISION="bf16")
+    ran = run(2, "-m", "meshwright.launch.selftest.script", ACCELERATE_MIXED_PRECISION="bf16")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "mixed_precision=bf16" in ran.stdout
     assert rows(ran.stdout)["mixed precision"][1].startswith("bf16: loss ")
@@ -65,8 +65,8 @@ def test_the_configured_precision_is_what_is_tested() -> None:
 def run_with(fault: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Run the self-test on 2 processes of a machine with a fault."""
     script = tmp_path / "faulty_machine.py"
-    head = "import accelerate.accelerator, datetime, time\n"
-    head += "from accelerate.launch.selftest import checks, script as selftest\n"
+    head = "import meshwright.accelerator, datetime, time\n"
+    head += "from meshwright.launch.selftest import checks, script as selftest\n"
     script.write_text(head + textwrap.dedent(fault) + "\nselftest.main()\n")
     return run(2, str(script))
 
@@ -101,17 +101,17 @@ def test_a_fault_on_one_rank_is_named_and_the_rest_still_runs(moment: str, tmp_p
     ("fault", "check", "reason"),
     [
         (
-            "accelerate.Accelerator.gather = lambda self, tensor: tensor",
+            "meshwright.Accelerator.gather = lambda self, tensor: tensor",
             "gather",
             r"gathered: expected \[0, 0, 1, -1\], got \[0, 0\]",
         ),
         (
-            "accelerate.accelerator.Accelerator.backward = lambda self, loss: (2 * loss).backward()",
+            "meshwright.accelerator.Accelerator.backward = lambda self, loss: (2 * loss).backward()",
             "training",
             r"weights differ by \S+ from those of one process",
         ),
         (
-            "accelerate.state.PartialState.wait_for_everyone = lambda self: None",
+            "meshwright.state.PartialState.wait_for_everyone = lambda self: None",
             "wait for everyone",
             "processes that had arrived: expected 2, got 1",
         ),
@@ -146,13 +146,13 @@ def test_a_rank_that_hangs_ends_the_test(tmp_path: Path) -> None:
 
 def test_processes_that_cannot_meet_say_so() -> None:
     nobody = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no port"}
-    ran = run(1, "-m", "accelerate.launch.selftest.script", **nobody)
+    ran = run(1, "-m", "meshwright.launch.selftest.script", **nobody)
     assert ran.returncode == 1
     assert "rank 1 could not join the others: ValueError" in ran.stderr
 
 
 def test_launching_imports_no_torch() -> None:
-    program = "import sys, accelerate.launchers, accelerate.launch.selftest.script; sys.exit('torch' in sys.modules)"
+    program = "import sys, accelerate.launchers, meshwright.launch.selftest.script; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 0
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from meshwright import Accelerator, DeepSpeedPlugin
 
 from ..small_transformer import loader, loss_of, model
 

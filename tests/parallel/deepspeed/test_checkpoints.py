@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from meshwright import Accelerator, DeepSpeedPlugin
 from tests.ranks import RankFailure, ranks, run_on_ranks
 from tests.sizes import at_night, cases
 
@@ -104,7 +103,7 @@ def _save_until_killed(folder: str, stage: int, victim: int) -> None:
 def _kill_this_process_in_a_save(folder: Path) -> None:
     while not (folder / "saved" / "commit.json").exists():
         time.sleep(0.001)  # a thread that never waits would slow down the training
-    while not any(folder.glob("saved.partial-*/pytorch_model/*")):
+    while not any(folder.glob("saved.partial-*/saved/pytorch_model/*")):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator, PartialState
-from accelerate.errors import RuntimeConflictError
-from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from meshwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DummyOptim, DummyScheduler, PartialState
+from meshwright.errors import RuntimeConflictError
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night, cases
 
@@ -209,8 +207,8 @@ def test_a_template_is_filled_and_trains() -> None:
 
 @ranks(2)
 def test_what_was_auto_is_printed_with_its_origin() -> None:
-    from accelerate.parallel.base import Bundle
-    from accelerate.parallel.deepspeed.filling import complete_config
+    from meshwright.parallel.base import Bundle
+    from meshwright.parallel.deepspeed.filling import complete_config
 
     Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
     plugin = DeepSpeedPlugin(hf_ds_config={**TEMPLATE, "fp16": {"enabled": False}, "bf16": {"enabled": False}})
@@ -437,6 +435,7 @@ def test_an_engine_of_deepspeed_and_its_partitions_are_refused_without_a_plugin(
     with deepspeed.zero.Init(config_dict_or_path=own):
         partitioned = model()
     engine, *_ = deepspeed.initialize(model=model(), config={**own, "zero_optimization": {"stage": 0}})
+    AcceleratorState._reset_state()  # a second Accelerator would have the plugin of the first
     plain = Accelerator(cpu=True)
     with pytest.raises(ValueError, match=r"partitions of deepspeed.zero.Init .*deepspeed_plugin"):
         plain.prepare(partitioned)

@@ -24,7 +24,7 @@ def has_deepspeed() -> bool:
 
 def results(stage: int, folder: Path) -> dict[str, Any]:
     if not has_deepspeed():
-        pytest.skip("no DeepSpeed beside the libraries: .ci/install_deepspeed $ACCELERATE_LIBRARIES_PYTHON")
+        pytest.skip("no DeepSpeed beside the libraries: .ci/install_deepspeed $MESHWRIGHT_LIBRARIES_PYTHON")
     command = [program("accelerate"), "launch", "--cpu", "--num_processes", "2", str(SCRIPT), str(stage), str(folder)]
     printed = run_command(*command, directory=folder)
     [line] = [line for line in printed.splitlines() if line.startswith("RESULTS")]

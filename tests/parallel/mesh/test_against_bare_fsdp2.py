@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 from tests.ranks import ranks
 from tests.sizes import at_night, cases
 
@@ -280,8 +279,7 @@ def test_an_optimizer_that_has_stepped_brings_its_moments_along() -> None:
 
 @ranks(2)
 def test_the_published_attributes_say_what_it_is() -> None:
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
+    from meshwright import AcceleratorState, DistributedType
 
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -292,6 +290,7 @@ def test_the_published_attributes_say_what_it_is() -> None:
     assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_shard",)
     assert accelerator.data_parallel_rank == accelerator.data_parallel_shard_rank == accelerator.process_index
     assert accelerator.tensor_parallel_rank == accelerator.context_parallel_rank == 0
+    AcceleratorState._reset_state()  # a second Accelerator would share the plugin
     plain = Accelerator(cpu=True)
     assert plain.distributed_type == DistributedType.MULTI_CPU
     assert not plain.is_fsdp2

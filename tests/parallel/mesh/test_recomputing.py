@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.parallel.mesh.sharded import CheckpointedForward
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from meshwright.parallel.mesh.sharded import CheckpointedForward
 from tests.ranks import ranks
 
 UNITS, BATCH, WIDTH = 3, 64, 16

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin
 from tests.ranks import ranks
 from tests.sizes import cases
 

@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.parallel.modules.averaging import average_gradients
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
+from meshwright import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ParallelismConfig,
+)
+from meshwright.parallel.modules.averaging import average_gradients
 from tests.ranks import ranks
 
 from ..small_transformer import Transformer, loader, loss_of, model

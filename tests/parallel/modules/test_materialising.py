@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, ParallelismConfig, init_empty_weights
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, init_empty_weights
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks
 
 from ..small_transformer import WIDTH, Transformer, loader, loss_of

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate.parallel.modules.wrapping import ignored_modules, units_of
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import FullyShardedDataParallelPlugin
+from meshwright.parallel.modules.wrapping import ignored_modules, units_of
 
 from ..small_transformer import Block, model
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate.config.plugins.parallelism import PipelineConfig
-from accelerate.parallel.pipeline.cutting import (
+from meshwright.config.plugins.parallelism import PipelineConfig
+from meshwright.parallel.pipeline.cutting import (
     CannotCutError,
     Partition,
     partition_model,
     require_use_in_own_stage,
     stage_starts,
 )
-from accelerate.parallel.pipeline.stages import StageView, prune_to_stages
-from accelerate.parallel.pipeline.tracing import MetaModel, Trace, partition_by_use
+from meshwright.parallel.pipeline.stages import StageView, prune_to_stages
+from meshwright.parallel.pipeline.tracing import MetaModel, Trace, partition_by_use
 
 from ..small_transformer import LENGTH, VOCABULARY, model
 

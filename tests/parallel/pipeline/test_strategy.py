@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.config.plugins.parallelism import PipelineConfig
-from accelerate.inference import prepare_pippy
-from accelerate.parallel.modules.dtensors import whole
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.config.plugins.parallelism import PipelineConfig
+from meshwright.errors import UnsupportedSettingError
+from meshwright.inference import prepare_pippy
+from meshwright.parallel.modules.dtensors import whole
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night, cases, sized
 
@@ -625,3 +624,25 @@ def test_a_mean_over_different_numbers_of_labels_is_warned_of_at_the_scripts_lin
         for message in (message for messages in said for message in messages):
             assert re.search(told, message)
             assert "num_items=" in message
+
+
+class JointNorm(torch.optim.Optimizer):
+    """Divide every gradient by the norm of all."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = sum(float(param.grad.square().sum()) for param in params) ** 0.5
+        for param in params:
+            param.sub_(param.grad / (1 + norm))
+
+
+@ranks(2)
+def test_optimizers_whose_steps_depend_on_other_stages_are_refused() -> None:
+    for kind in (torch.optim.LBFGS, JointNorm):
+        net = model()
+        with pytest.raises(UnsupportedSettingError, match=f"{kind.__name__} with pp_size"):
+            Accelerator(cpu=True, parallelism_config=pipeline()).prepare(net, kind(net.parameters()))

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.errors import ReplicaLostError
-from accelerate.utils import broadcast as broadcast_tensors
-from accelerate.utils import synchronize_rng_states
+from meshwright import Accelerator, broadcast as broadcast_tensors, synchronize_rng_states
+from meshwright.errors import ReplicaLostError
 
 folder = Path(sys.argv[1])
 torch.manual_seed(0)

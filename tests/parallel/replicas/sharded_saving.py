@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.checkpoint.parts import shards
+from meshwright import Accelerator, ParallelismConfig
+from meshwright.checkpoint.parts import shards
 
-folder, rank, is_first = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["ACCELERATE_INCARNATION"] == "0"
+folder, rank, is_first = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["MESHWRIGHT_INCARNATION"] == "0"
 write_tensors = shards.write_tensors
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.config.environment import patch_environment
-from accelerate.errors import ReplicaMismatchError
-from accelerate.parallel.modules.dtensors import local
-from accelerate.parallel.replicas.checksums import checksum
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.config.environment import patch_environment
+from meshwright.errors import ReplicaMismatchError
+from meshwright.parallel.modules.dtensors import local
+from meshwright.parallel.replicas.checksums import checksum
 from tests.ranks import ranks
 
 
@@ -86,7 +86,7 @@ def test_replicas_are_compared_every_few_steps_without_a_call() -> None:
 
 @ranks(4)
 def test_the_launcher_sets_how_often_replicas_of_a_mesh_are_compared() -> None:
-    with patch_environment(ACCELERATE_CHECK_REPLICAS_EVERY="2"):
+    with patch_environment(MESHWRIGHT_CHECK_REPLICAS_EVERY="2"):
         accelerator = Accelerator(
             cpu=True,
             parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),

@@ -1,4 +1,4 @@
-"""Processes that die inside of collectives, evaluations and saves, under `accelerate launch --survive`."""
+"""Processes that die inside of collectives, evaluations and saves, under `meshwright launch --survive`."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
-from accelerate.config.environment import INCARNATION, MEMBERSHIP_STORE
-from accelerate.runtime.membership.member import Member, MembershipChanged
+from meshwright import Accelerator, DataLoaderConfiguration, ParallelismConfig
+from meshwright.config.environment import INCARNATION, MEMBERSHIP_STORE
+from meshwright.runtime.membership.member import Member, MembershipChanged
 from tests.ranks import run_on_ranks
 
 REPLICAS, STEPS = 3, 8

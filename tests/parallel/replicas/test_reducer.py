@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from accelerate import PartialState
-from accelerate.errors import UnsupportedSettingError
-from accelerate.parallel.replicas.reducer import GradientReducer
+from meshwright import PartialState
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.replicas.reducer import GradientReducer
 from tests.ranks import RankFailure, new_pool, ranks
 
 FEATURES = 12

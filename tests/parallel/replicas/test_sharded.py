@@ -1,4 +1,4 @@
-"""`accelerate launch --survive` with HSDP: a replica that lost a process leaves whole, and comes back whole."""
+"""`meshwright launch --survive` with HSDP: a replica that lost a process leaves whole, and comes back whole."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.errors import UnsupportedSettingError
-from accelerate.parallel.replicas.sharded import refuse_settings
+from meshwright import FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.replicas.sharded import refuse_settings
 from tests.launching import run_accelerate
 from tests.parallel.replicas.test_surviving import Run, assert_equal_to_one_process, assert_every_sample_once
 from tests.sizes import sized

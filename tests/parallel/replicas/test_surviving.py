@@ -1,4 +1,4 @@
-"""`accelerate launch --survive`: killed replicas are replaced, and the run ends as an undisturbed one."""
+"""`meshwright launch --survive`: killed replicas are replaced, and the run ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
-from accelerate.commands.views.runs.finding import read_runs
-from accelerate.commands.views.runs.moments import newest_windows
-from accelerate.commands.views.runs.replicas import read_changes
+from meshwright.commands.views.runs.finding import read_runs
+from meshwright.commands.views.runs.moments import newest_windows
+from meshwright.commands.views.runs.replicas import read_changes
 from tests.launching import end_tree, run_accelerate, run_script, start_accelerate
 from tests.sizes import sized
 
@@ -240,7 +240,7 @@ def test_a_replica_with_a_flipped_bit_is_named_and_replaced(tmp_path: Path) -> N
 def test_a_member_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", 90
     folder.mkdir()
-    run = Run(folder, steps, "hang", flags=("--replace_hung_after", 14), ACCELERATE_HANG_SECONDS="4")
+    run = Run(folder, steps, "hang", flags=("--replace_hung_after", 14), MESHWRIGHT_HANG_SECONDS="4")
     run.wait_until(lambda: (folder / "pid_3_1").exists())
     complaints = run.end()
     place = r"training\.py:\d+, in the script's own code: `time\.sleep\(600\)`"

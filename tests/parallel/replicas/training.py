@@ -17,14 +17,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator, DataLoaderConfiguration, ParallelismConfig, ProjectConfiguration
 
 SAMPLES, BATCH, PAUSE = 384, 32, 0.1
+PAUSE_OF_THOSE_LEFT = 1.0  # so that the run does not end before a replacement has started, however slow the machine is
 STEP_OF_FLIP = 12  # in mode "flip" the last rank has a wrong bit from then on; in mode "hang" it stands still
 folder, num_steps, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 num_processes, shards = int(os.environ.get("WORLD_SIZE", "1")), int(sys.argv[4]) if len(sys.argv) > 4 else 1
-name = f"{os.environ.get('RANK', '0')}_{os.environ.get('ACCELERATE_INCARNATION', '0')}"
+name = f"{os.environ.get('RANK', '0')}_{os.environ.get('MESHWRIGHT_INCARNATION', '0')}"
 is_last = name == f"{int(os.environ.get('WORLD_SIZE', '0')) - 1}_0"
 (folder / f"pid_{name}").write_text(str(os.getpid()))
 torch.manual_seed(0)
@@ -107,7 +107,8 @@ with open(folder / f"samples_{name}", "w", buffering=1) as record:
                 record.write(json.dumps({"epoch": epoch, "ids": ids}) + "\n")
                 ids.clear()
                 if accelerator.recovery is not None:
-                    time.sleep(PAUSE)
+                    member = accelerator.recovery.member
+                    time.sleep(PAUSE if len(member.members) == member.replicas else PAUSE_OF_THOSE_LEFT)
                 if mode == "examine":
                     accelerator.gather(torch.tensor(float(len(numbers))))
                     if optimizer.steps_taken % 5 == 0:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from accelerate.runtime.collectives.nested import (
+from meshwright.runtime.collectives.nested import (
     ConvertOutputsToFp32,
     TensorInformation,
     concatenate,

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import PartialState
-from accelerate.errors import DistributedOperationException
-from accelerate.runtime.collectives.nested import leaves
-from accelerate.runtime.collectives.operations import (
+from meshwright import PartialState
+from meshwright.errors import DistributedOperationException
+from meshwright.runtime.collectives.nested import leaves
+from meshwright.runtime.collectives.operations import (
     CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,

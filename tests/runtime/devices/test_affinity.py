@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.runtime.devices import affinity
-from accelerate.runtime.devices.affinity import nodes_of_devices, set_numa_affinity, share_of_cores
+from meshwright.runtime.devices import affinity
+from meshwright.runtime.devices.affinity import nodes_of_devices, set_numa_affinity, share_of_cores
 from tests.recorded_machines import RecordedMachine, on_machine, uuid_of
 
 

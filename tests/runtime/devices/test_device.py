@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.runtime.devices import device
+from meshwright.runtime.devices import device
 from tests.recorded_machines import on_machine
 
 

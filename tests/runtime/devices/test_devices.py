@@ -14,12 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.errors import RuntimeConflictError
-from accelerate.runtime.collectives.nested import leaves
-from accelerate.runtime.devices import device as devices
-from accelerate.state import PartialState
-from accelerate.utils import find_executable_batch_size, release_memory, set_seed, synchronize_rng_states
+from meshwright import (
+    Accelerator,
+    PartialState,
+    find_executable_batch_size,
+    release_memory,
+    set_seed,
+    synchronize_rng_states,
+)
+from meshwright.errors import RuntimeConflictError
+from meshwright.runtime.collectives.nested import leaves
+from meshwright.runtime.devices import device as devices
 from tests.ranks.worker import forget_everything
 from tests.simulated_accelerator import on_a_simulated_accelerator, run_on_a_simulated_accelerator
 from tests.simulated_accelerator.faults import with_an_allocator_of_its_own_kind

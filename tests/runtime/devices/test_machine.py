@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.runtime.devices import machine
+from meshwright.runtime.devices import machine
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.runtime.devices.memory import (
+from meshwright.runtime.devices.memory import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.runtime.devices import device, nvidia
-from accelerate.runtime.devices.hardware import check_cuda_p2p_ib_support, get_driver_version
+from meshwright.runtime.devices import device, nvidia
+from meshwright.runtime.devices.hardware import check_cuda_p2p_ib_support, get_driver_version
 from tests.recorded_machines import RecordedMachine, on_machine
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.config.packages import depends_on
-from accelerate.launch.plan import make_plan
-from accelerate.runtime.devices import device
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.config.packages import depends_on
+from meshwright.launch.plan import make_plan
+from meshwright.runtime.devices import device
 from tests.ranks import new_pool
 from tests.recorded_machines import on_machine
 from tests.simulated_accelerator.build import compiled, why_not

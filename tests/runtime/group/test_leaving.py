@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig
 from tests.launching import run_script
 from tests.parallel import ways
 from tests.parallel.small_transformer import TP_PLAN, loader, loss_of, model
@@ -35,7 +34,7 @@ import torch.distributed as dist
 atexit.register(lambda: os.getpid() == trainer and print(f"open at exit: {dist.is_initialized()}\\n", end=""))
 trainer = os.getpid()
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 for training in range(3):
     accelerator = Accelerator(cpu=True)
@@ -99,7 +98,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # while a group is open, its default arguments would keep it
 from torch.utils.data import DataLoader
-from accelerate import Accelerator, PartialState
+from meshwright import Accelerator, PartialState
 
 def train():
     dist.init_process_group("gloo")

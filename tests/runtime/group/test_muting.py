@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate import PartialState
-from accelerate.runtime.group.muting import collectives_muted
+from meshwright import PartialState
+from meshwright.runtime.group.muting import collectives_muted
 from tests.ranks import ranks
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from accelerate.config.environment import INCARNATION, MEMBERSHIP_STORE
-from accelerate.runtime.group.runtime import Runtime
-from accelerate.runtime.membership.events import whole_replicas
+from meshwright.config.environment import INCARNATION, MEMBERSHIP_STORE
+from meshwright.runtime.group.runtime import Runtime
+from meshwright.runtime.membership.events import whole_replicas
 from tests.ranks import run_on_ranks
 
 

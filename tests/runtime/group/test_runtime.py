@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.config.enums import DistributedType
-from accelerate.config.plugins.handlers import InitProcessGroupKwargs
-from accelerate.errors import RuntimeConflictError
-from accelerate.runtime.group.runtime import Runtime
-from accelerate.runtime.process import ProcessInfo
+from meshwright.config.enums import DistributedType
+from meshwright.config.plugins.handlers import InitProcessGroupKwargs
+from meshwright.errors import RuntimeConflictError
+from meshwright.runtime.group.runtime import Runtime
+from meshwright.runtime.process import ProcessInfo
 from tests.ranks import ranks, run_on_ranks
 from tests.ranks.pool import free_port
 

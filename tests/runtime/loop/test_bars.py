@@ -6,14 +6,14 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from accelerate.utils import tqdm
+from meshwright import tqdm
 from tests.ranks import ranks
 
 pytest.importorskip("tqdm")
 
 NESTED = """
 import time
-from accelerate.utils import tqdm
+from meshwright import tqdm
 for epoch in tqdm(range(2), desc="epochs"):
     bar = tqdm(range(30), desc="batches", leave=False)
     for batch in bar:
@@ -35,7 +35,7 @@ def test_a_bar_counts_and_can_be_updated_by_hand(capsys: pytest.CaptureFixture[s
 
 @ranks(2)
 def test_only_one_process_of_a_host_shows_a_bar() -> None:
-    from accelerate import PartialState
+    from meshwright import PartialState
 
     quiet = tqdm(range(3))
     assert quiet.disable is not PartialState().is_local_main_process

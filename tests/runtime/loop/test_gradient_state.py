@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from accelerate.config.plugins.handlers import GradientAccumulationPlugin
-from accelerate.runtime.loop.gradient_state import GradientState
+from meshwright.config.plugins.handlers import GradientAccumulationPlugin
+from meshwright.runtime.loop.gradient_state import GradientState
 
 
 class Loader:

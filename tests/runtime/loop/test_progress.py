@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from accelerate import PartialState
-from accelerate.runtime.loop import progress as module
-from accelerate.runtime.loop.progress import progress, while_slow
+from meshwright import PartialState
+from meshwright.runtime.loop import progress as module
+from meshwright.runtime.loop.progress import progress, while_slow
 
 
 def test_quick_work_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

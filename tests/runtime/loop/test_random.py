@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import RandomSampler
 
-from accelerate import PartialState
-from accelerate.config.enums import RNGType
-from accelerate.runtime.loop.random import set_seed, shared_seed, synchronize_rng_state, synchronize_rng_states
+from meshwright import PartialState
+from meshwright.config.enums import RNGType
+from meshwright.runtime.loop.random import set_seed, shared_seed, synchronize_rng_state, synchronize_rng_states
 from tests.ranks import ranks
 
 

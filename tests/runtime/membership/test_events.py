@@ -7,7 +7,7 @@ import threading
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from accelerate.runtime.membership.events import PREFIX, SUPERSEDED, Events, connect
+from meshwright.runtime.membership.events import PREFIX, SUPERSEDED, Events, connect
 
 
 @pytest.fixture
@@ -55,6 +55,40 @@ def test_an_event_supersedes_the_agreement_on_the_epoch_before_but_no_agreement_
     events.publish("joined", [0], "")
     assert [store.get(f"go/{epoch}").decode() for epoch in (0, 1)] == [SUPERSEDED, "{}"]
     assert not store.check(["go/2"])
+
+
+FORGED = {
+    "no JSON": "not json",
+    "another value": "[1]",
+    "an infinite rank": '{"kind": "left", "ranks": [Infinity], "reason": "", "time": 1.0}',
+    "no rank": '{"kind": "left", "ranks": [-1], "reason": "", "time": 1.0}',
+    "a rank beyond": '{"kind": "joined", "ranks": [4], "reason": "", "time": 1.0}',
+    "another kind": '{"kind": "leave", "ranks": [1], "reason": "", "time": 1.0}',
+    "another field": '{"kind": "left", "ranks": [1], "reason": "", "time": 1.0, "x": 1}',
+    "brackets": "[" * 100_000,
+    "bytes": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_an_event_that_another_program_wrote_changes_no_members_and_leaves_no_gap(what: str) -> None:
+    store = HashStore()
+    store.set("event/1", FORGED[what])
+    reasons: list[str] = []
+    events, others = Events(store, 4, on_unreadable=reasons.append), Events(store, 4)
+    assert events.newest() == 1
+    assert (events.read(1).kind, events.members(1)) == ("broken", (0, 1, 2, 3))
+    assert reasons == [events.read(1).reason]
+    assert reasons[0].startswith("event/1 in the store of the run ")
+    assert store.get("go/0").decode() == SUPERSEDED, "nobody waits for an agreement on the epoch before"
+    assert others.publish("left", [2], "killed") == 2
+    assert events.members(2) == (0, 1, 3)
+
+
+def test_the_reason_of_an_event_can_be_printed() -> None:
+    store = HashStore()
+    Events(store, 2).publish("left", [1], "\x1b]0;pwn\x07\x1b[2J gone")
+    assert Events(store, 2).read(1).reason == "·]0;pwn··[2J gone"
 
 
 def test_a_publisher_that_was_killed_before_it_superseded_holds_nobody_up() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from torch.distributed import HashStore
 
-from accelerate.runtime.membership.heartbeat import pause, watched_members
+from meshwright.runtime.membership import heartbeat
+from meshwright.runtime.membership.heartbeat import Heartbeats, pause, watched_members
 
 
 @pytest.mark.parametrize(("processes", "seconds"), [(4, 0.1), (200, 0.1), (1_250, 0.625), (10_000, 5.0)])
@@ -30,3 +32,16 @@ def test_many_members_watch_few_and_each_is_watched_by_some_of_other_machines(nu
     for rank in members:
         elsewhere = [own for own, others in watched.items() if rank in others and own // 8 != rank // 8]
         assert elsewhere, f"only its own machine watches rank {rank}"
+
+
+def test_a_counter_that_another_program_has_overwritten_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    sender, watcher = Heartbeats(store, "heartbeat", ()), Heartbeats(store, "heartbeat", (1,))
+    monkeypatch.setattr(heartbeat, "SECONDS_WITHOUT_HEARTBEAT", -1.0)
+    assert watcher.silent() == [1], "nothing is there yet"
+    monkeypatch.undo()
+    for _ in range(2):
+        sender.send(1)
+        assert watcher.silent() == []
+        store.set("heartbeat/1", "not a number")
+        assert watcher.silent() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.runtime.membership.events import PREFIX
-from accelerate.runtime.membership.member import Member
+from meshwright.runtime.membership.events import PREFIX
+from meshwright.runtime.membership.member import Member
 
 
 @pytest.fixture
@@ -22,6 +23,29 @@ def member() -> Iterator[Member]:
     yield member
     member.close()
     assert dist.PrefixStore(PREFIX, server).add("lost_ms", 0) >= 0, "the store outlives the member"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("go/0", "[["),
+        ("go/0", '[[{"exchanges": 1}, [[0, 0]]]]'),
+        ("go/0", b"\xff"),
+        ("event/1", "not json"),
+        ("event/1", '{"kind": "joined", "ranks": [0, 1, 2], "reason": "", "time": 1.0}'),
+    ],
+)
+def test_members_agree_once_more_where_another_program_has_written_into_the_store(key: str, text: str | bytes) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    dist.PrefixStore(PREFIX, server).set(key, text)
+    members = [Member(f"localhost:{server.port}", rank=rank, replicas=2, incarnation=0) for rank in range(2)]
+    with ThreadPoolExecutor() as threads:
+        agreed = list(threads.map(lambda member: member.agree({"exchanges": member.rank}), members))
+    for agreement in agreed:
+        assert (agreement.epoch, agreement.members) == (1, (0, 1))
+        assert agreement.statuses == {0: {"exchanges": 0}, 1: {"exchanges": 1}}
+    for member in members:
+        member.close()
 
 
 class LateWork:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.checkpoint.formats import codec
-from accelerate.runtime.streams.mapping import copy_storages, new_shared_file, release_pages, write_pages
+from meshwright.checkpoint.formats import codec
+from meshwright.runtime.streams.mapping import copy_storages, new_shared_file, release_pages, write_pages
 
 
 def test_what_was_read_survives_its_file(tmp_path: Path) -> None:

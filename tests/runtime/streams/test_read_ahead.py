@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from accelerate.runtime.streams.read_ahead import ReadAhead
+from meshwright.runtime.streams.read_ahead import ReadAhead
 
 HOST = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from swanlab.integration.accelerate import SwanLabTracker
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 EPOCHS, BATCH_SIZE, NUM_SAMPLES = 5, 50, 600
 

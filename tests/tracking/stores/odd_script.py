@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.tracking.stores.script import OPTIONS
 
 LONG = "x" * 9000
@@ -40,7 +40,7 @@ class Warnings(logging.Handler):
 def main(names: list[str]) -> None:
     """Log the odd values; a task of ClearML and a `Live` of DVCLive are there before."""
     warnings = Warnings()
-    logging.getLogger("accelerate").addHandler(warnings)
+    logging.getLogger("meshwright").addHandler(warnings)
     options: dict[str, dict[str, Any]] = {name: OPTIONS.get(name, {}) for name in names}
     task: Any = None
     if "clearml" in names:

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from meshwright import Accelerator, ProjectConfiguration
 from tests.tracking.stores.script import OPTIONS
 
 SAVED_AFTER, KILLED_AFTER, LAST = 4, 7, 9

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 
 STEPS = range(10, 210, 2)  # neither from 0 nor one after the other
 

@@ -26,12 +26,12 @@ import torch._dynamo  # the first optimizer step imports it: once here instead o
 import torch.distributed as dist
 from torch import nn
 
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from accelerate.errors import StuckError
+from meshwright import Accelerator, InitProcessGroupKwargs, PartialState
+from meshwright.errors import StuckError
 
 WORLD_SIZE = 4
 WORLDS_AT_ONCE = 3
-THRESHOLD = float(os.environ.get("ACCELERATE_HANG_SECONDS", "3"))
+THRESHOLD = float(os.environ.get("MESHWRIGHT_HANG_SECONDS", "3"))
 SECONDS_PER_WORLD = 300.0
 ON_DEVICES = os.environ.get("FAULTS_ON_SIMULATED_ACCELERATORS") == "1"
 WITH_BARRIERS_OF_THE_HOST = ("late_for_main_process_first", "busy_first_rank")

@@ -37,7 +37,7 @@ class Ended:
 
 def run(folder: Path, *names: str, on_devices: bool = False) -> None:
     environment = {
-        "ACCELERATE_HANG_SECONDS": str(THRESHOLD),
+        "MESHWRIGHT_HANG_SECONDS": str(THRESHOLD),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_FR_BUFFER_SIZE": "100",

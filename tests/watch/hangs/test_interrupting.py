@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from accelerate.errors import StuckError
-from accelerate.watch.hangs.interrupting import Interrupter
+from meshwright.errors import StuckError
+from meshwright.watch.hangs.interrupting import Interrupter
 
 
 @pytest.fixture

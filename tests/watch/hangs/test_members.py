@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from accelerate.runtime.membership.member import Member, now
-from accelerate.watch.hangs.members import Answer, MemberWatcher
+from meshwright.runtime.membership.member import Member, now
+from meshwright.watch.hangs.members import Answer, MemberWatcher
 
 LINE = "train.py:31, in the script's own code: `rows = read(path)`"
 

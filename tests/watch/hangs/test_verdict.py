@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accelerate.watch.hangs.verdict import Absence, Verdict, judge
-from accelerate.watch.place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, USER_CODE, Place
-from accelerate.watch.reports import Report
+from meshwright.watch.hangs.verdict import Absence, Verdict, judge
+from meshwright.watch.place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, USER_CODE, Place
+from meshwright.watch.reports import Report
 
 THRESHOLD = 30.0
 
@@ -170,7 +170,7 @@ def test_of_several_missing_ranks_the_one_that_failed_is_named() -> None:
 
 def test_verdicts_and_reports_travel_as_text() -> None:
     report, verdict = at(1, group=[0, 1]), judged(at(0), at(1, "barrier()"))
-    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(report.to_json(), report.rank) == report
     assert Verdict.from_json(verdict.to_json()) == verdict
 
 

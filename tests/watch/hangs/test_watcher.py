@@ -9,17 +9,17 @@ import threading
 
 import torch.distributed as dist
 
-from accelerate import Accelerator, PartialState
-from accelerate.watch.hangs.verdict import Verdict
-from accelerate.watch.hangs.watcher import Watcher
-from accelerate.watch.place import COLLECTIVE, USER_CODE, Place
-from accelerate.watch.reports import Report
+from meshwright import Accelerator, PartialState
+from meshwright.watch.hangs.verdict import Verdict
+from meshwright.watch.hangs.watcher import Watcher
+from meshwright.watch.place import COLLECTIVE, USER_CODE, Place
+from meshwright.watch.reports import Report
 from tests.ranks import ranks
 from tests.timing import limit
 
 
 def watchers() -> int:
-    return sum(thread.name == "accelerate watcher" for thread in threading.enumerate())
+    return sum(thread.name == "meshwright watcher" for thread in threading.enumerate())
 
 
 @ranks(2)
@@ -51,7 +51,7 @@ def test_what_belongs_to_the_program_is_given_back() -> None:
         assert signal.getsignal(taken) is own
         accelerator.end_training()
         assert sys.exit is exit_before
-        assert "accelerate" not in getattr(sys.excepthook, "__module__", "")  # torch leaves one of its own
+        assert "meshwright" not in getattr(sys.excepthook, "__module__", "")  # torch leaves one of its own
         assert [signal.getsignal(number) for number in numbers] == handlers
     finally:
         signal.signal(taken, signal.SIG_DFL)
@@ -62,7 +62,7 @@ def test_a_forked_child_leaves_the_watcher_alone() -> None:
     accelerator = Accelerator(cpu=True)
     child = os.fork()
     if child == 0:
-        from accelerate import watch
+        from meshwright import watch
 
         assert watch._running is not None
         watch._running.stop()  # as the exit functions do
@@ -81,7 +81,7 @@ def test_a_group_that_its_user_closes() -> None:
     Accelerator(cpu=True)
     dist.destroy_process_group()
     PartialState._reset_state()
-    from accelerate import watch
+    from meshwright import watch
 
     assert watch._running is not None
     watch._running._thread.join(10)

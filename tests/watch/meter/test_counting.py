@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data.metrics import PartialRound
-from accelerate.watch.meter.counting import BatchCounter
+from meshwright.data.metrics import PartialRound
+from meshwright.watch.meter.counting import BatchCounter
 
 IDS = torch.ones(4, 6, dtype=torch.long)
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0]] * 4)

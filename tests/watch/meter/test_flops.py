@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from accelerate.watch.meter.flops import FlopCounter
+from meshwright.watch.meter.flops import FlopCounter
 
 BATCH, LENGTH, WIDTH, HEADS, KEY_HEADS, HIDDEN, VOCABULARY, LAYERS = 2, 48, 64, 4, 2, 96, 50, 3
 
@@ -128,6 +128,42 @@ def test_flops_of_a_step_are_those_counted_by_hand(
 ) -> None:
     inputs = torch.randint(VOCABULARY, (BATCH, LENGTH)) if shape is None else torch.randn(shape)
     assert counted(make_model(), inputs).flops == pytest.approx(by_hand(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "forward"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8), 2 * 9 * 8 * 256),
+        (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), 2 * 9 * 2 * 16 * 256),
+        (lambda: nn.Conv2d(8, 16, 1, stride=2), 2 * 8 * 16 * 64),
+        (lambda: nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2), 2 * 8 * 2 * 4 * 256),
+        (lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(8, 8, 5, padding=2, groups=8)), 2 * 5 * 8 * 256),
+    ],
+)
+def test_convolutions_in_groups_are_counted_by_their_own_channels(
+    make_layer: Callable[[], nn.Module], forward: int
+) -> None:
+    images = torch.randn(BATCH, 8, 16, 16)
+    assert counted(make_layer(), images).flops == BATCH * 2 * forward, "the images need no gradient"
+    assert counted(make_layer(), images.requires_grad_()).flops == BATCH * 3 * forward
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, whose first argument alone is given."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layers = kind(WIDTH, HIDDEN, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0]
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted(kind: type[nn.RNNBase], gates: int) -> None:
+    by_hand = 3 * 2 * BATCH * LENGTH * gates * HIDDEN * (WIDTH + 3 * HIDDEN)
+    inputs = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    assert counted(Recurrent(kind), inputs).flops == pytest.approx(by_hand, rel=0.02)
 
 
 def test_recomputation_is_counted_apart() -> None:

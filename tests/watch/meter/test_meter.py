@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.runtime import phases
-from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.watch.meter import meter
-from accelerate.watch.meter.meter import Meter
-from accelerate.watch.meter.reading import Reading
+from meshwright import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.runtime import phases
+from meshwright.watch.meter import meter
+from meshwright.watch.meter.meter import Meter
+from meshwright.watch.meter.reading import Reading
 from tests.ranks import ranks
 
 LENGTH, REAL, VOCABULARY, SAMPLES, BATCH = 16, 12, 40, 46, 4

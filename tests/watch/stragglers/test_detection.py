@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
-from accelerate.commands.views.runs.finding import read_runs
-from accelerate.commands.views.terminal.ranks import Ranks, watched_run
-from accelerate.runtime import phases
-from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
-from accelerate.watch.stragglers.detection import CONSECUTIVE, Finding, StragglerDetector, Window, slow_ranks
-from accelerate.watch.stragglers.exchange import Exchange
-from accelerate.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack
+from meshwright import Accelerator
+from meshwright.commands.views.runs.finding import read_runs
+from meshwright.commands.views.terminal.ranks import Ranks, watched_run
+from meshwright.runtime import phases
+from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
+from meshwright.watch.stragglers.detection import CONSECUTIVE, Finding, StragglerDetector, Window, slow_ranks
+from meshwright.watch.stragglers.exchange import Exchange
+from meshwright.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack
 from tests.ranks import run_on_ranks
 
 SLOW_RANK = 2
@@ -71,7 +71,7 @@ def train(folder: Path, jitter: float, in_data: tuple[int, int], in_forward: tup
     accelerator.init_trackers("slow", init_kwargs={"jsonl": {"run": "run"}})
     samples = Samples(accelerator.process_index, jitter, in_data)
     warned = Warnings(samples)
-    logging.getLogger("accelerate.watch.stragglers.exchange").addHandler(warned)
+    logging.getLogger("meshwright.watch.stragglers.exchange").addHandler(warned)
     model = torch.nn.Linear(4, 2)
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(samples, batch_size=1)

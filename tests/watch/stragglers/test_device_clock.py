@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from accelerate.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, STEP, PhaseClock
-from accelerate.watch.stragglers.device_clock import DeviceClock, clock_for
+from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, STEP, PhaseClock
+from meshwright.watch.stragglers.device_clock import DeviceClock, clock_for
 from tests.simulated_accelerator import on_a_simulated_accelerator, set_delays
 
 KERNEL = 0.005

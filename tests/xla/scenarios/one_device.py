@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.runtime.devices import xla
-from accelerate.state import AcceleratorState
-from accelerate.utils import is_torch_xla_available, patch_environment, set_seed
+from accelerate.utils import is_torch_xla_available
+from meshwright import Accelerator, AcceleratorState, patch_environment, set_seed
+from meshwright.runtime.devices import xla
 from task import BATCH_SIZE, Model, Run, data, equal, largest_difference, loss_of
 
 STEPS = 50

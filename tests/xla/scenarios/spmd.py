@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.runtime.devices import xla
-from accelerate.state import AcceleratorState
+from meshwright import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.runtime.devices import xla
 from task import Run, equal
 
 STEPS = 10

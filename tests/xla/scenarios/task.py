@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.runtime.devices import xla
-from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
+from meshwright import Accelerator, AcceleratorState, set_seed
+from meshwright.runtime.devices import xla
 
 SAMPLES, BATCH_SIZE = 48, 8
 

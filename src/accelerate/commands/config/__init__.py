@@ -1,62 +1,15 @@
-"""`accelerate config`, `config default` and `config update`: the file that `accelerate launch` reads."""
+"""The published module `accelerate.commands.config`."""
 
-from __future__ import annotations
+from meshwright.commands.config import get_config_parser as get_config_parser, main as main
+from meshwright.commands.config.config_args import default_config_file as default_config_file
+from meshwright.published import publish as _publish
 
-import argparse
-from typing import Any
+from .config import config_command_parser as config_command_parser
+from .config_args import load_config_from_file as load_config_from_file
+from .default import default_command_parser as default_command_parser
+from .update import update_command_parser as update_command_parser
 
-from ...config.launch.parser import GIVEN
-from .config import config_command_parser
-from .config_args import default_config_file, load_config_from_file
-from .default import default_command_parser
-from .update import update_command_parser
-
-__all__ = [
-    "add_parser",
-    "config_command_parser",
-    "default_command_parser",
-    "default_config_file",
-    "get_config_parser",
-    "load_config_from_file",
-    "main",
-    "update_command_parser",
-]
-
-
-class _FlagsAfterSubcommand(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """Refuse flags before a subcommand: argparse would drop them silently."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        if getattr(namespace, GIVEN, None) or namespace.config_file is not None or namespace.overwrite:
-            parser.error(f"write the flags after `{values[0]}`: accelerate config {values[0]} --flag ...")
-        super().__call__(parser, namespace, values, option_string)
-
-
-def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of the verb with its subcommands, standalone or as a subcommand of `accelerate`."""
-    parser = config_command_parser(subparsers)
-    subcommands = parser.add_subparsers(
-        title="subcommands",
-        dest="subcommand",
-        metavar="{default,update}",
-        prog=parser.prog,
-        action=_FlagsAfterSubcommand,
-    )
-    default_command_parser(subcommands)
-    update_command_parser(subcommands)
-    return parser
-
-
-def add_parser(verbs: Any) -> None:
-    """Add the verb to the command."""
-    get_config_parser(verbs)
-
-
-def main() -> None:
-    """Run the verb as a program of its own."""
-    args = get_config_parser().parse_args()
-    args.run(args)
-
+_publish(__name__)
 
 if __name__ == "__main__":
     main()

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.accelerator.planning.plan import Part, plan_run
-from accelerate.accelerator.planning.result import Plan
-from accelerate.accelerator.planning.timing.devices import load
-from accelerate.accelerator.planning.trace import Trace
-from accelerate.commands.models.plan import plan_parser
-from accelerate.commands.models.traces import Traces
+from meshwright.accelerator.planning.plan import Part, plan_run
+from meshwright.accelerator.planning.result import Plan
+from meshwright.accelerator.planning.timing.devices import load
+from meshwright.accelerator.planning.trace import Trace
+from meshwright.commands.models.plan import plan_parser
+from meshwright.commands.models.traces import Traces
 
 RANKS = 2
 

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig, PipelineConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PipelineConfig
 
 LENGTH, VOCABULARY, WIDTH, HEADS = 16, 128, 64, 4
 

@@ -6,10 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from accelerate.accelerator.planning.memory.allocator import MIB, Allocator, Block, simulate
+from meshwright.accelerator.planning.memory.allocator import MIB, Allocator, Block, simulate
 
 KIB = 1024
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.memory.depth import extrapolated
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Trace
+from meshwright.accelerator.planning.memory.depth import extrapolated
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, Trace
 from tests.accelerator.planning.made import MIB, model
 
 

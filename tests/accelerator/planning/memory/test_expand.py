@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.accelerator.planning.memory.expand import _repetition, expanded
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.memory.visits import CannotExpandError
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Allocation, Trace
+from meshwright.accelerator.planning.memory.expand import _repetition, expanded
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.memory.visits import CannotExpandError
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, TEMPORARIES, UPDATE, Allocation, Trace
 from tests.accelerator.planning.made import MIB, Maker, model
 
 
@@ -53,6 +53,30 @@ def passing_on(blocks: int) -> Trace:
     made.free(mask)
     made.trace.steps.append(type(model(2).steps[0])(began, made.tick + 1, 1, 1, 1))
     return made.trace
+
+
+def updated_one_by_one(blocks: int) -> Trace:
+    """An optimizer goes from parameter to parameter, and frees its temporaries before the next one."""
+    made = Maker(blocks=blocks)
+    began = made.tick + 1
+    for block in range(blocks):
+        made.at(FORWARD, f"blocks.{block}").compute()
+    for block in reversed(range(blocks)):
+        made.at(BACKWARD, f"blocks.{block}").compute()
+    for _ in range(blocks):
+        made.at(UPDATE, "").compute()
+        temporaries = [made.make(4 * MIB, TEMPORARIES), made.make(4 * MIB, TEMPORARIES)]
+        for each in temporaries:
+            made.free(each)
+    made.trace.steps.append(type(model(2).steps[0])(began, made.tick + 1, 1, 1, 1))
+    return made.trace
+
+
+@pytest.mark.parametrize("blocks", [6, 9])
+def test_temporaries_of_one_parameter_after_the_other_are_there_once(blocks: int) -> None:
+    short = memory_of(expanded(updated_one_by_one(4), blocks - 4))
+    assert short.peak.bytes == memory_of(updated_one_by_one(blocks)).peak.bytes
+    assert sum(short.peak.bytes.values()) == 8 * MIB
 
 
 @pytest.mark.parametrize("blocks", [6, 9])

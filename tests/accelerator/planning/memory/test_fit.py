@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accelerate.accelerator.planning.memory.fit import EXPANDABLE, FITS, FULL, GROUP, TIGHT, Fit, fit_of, libraries_of
-from accelerate.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.memory.fit import EXPANDABLE, FITS, FULL, GROUP, TIGHT, Fit, fit_of, libraries_of
+from meshwright.accelerator.planning.memory.peak import memory_of
 from tests.accelerator.planning.made import MIB, model
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.memory.depth import extrapolated
-from accelerate.accelerator.planning.memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.trace import Trace
-from accelerate.config.launch.options import BY_NAME
+from meshwright.accelerator.planning.memory.depth import extrapolated
+from meshwright.accelerator.planning.memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.trace import Trace
+from meshwright.config.launch.options import BY_NAME
 from tests.accelerator.planning.made import MIB, model
 
 

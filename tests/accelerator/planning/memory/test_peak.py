@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.accelerator.planning.memory.peak import Memory, Moment, memory_of
-from accelerate.accelerator.planning.trace import (
+from meshwright.accelerator.planning.memory.peak import Memory, Moment, memory_of
+from meshwright.accelerator.planning.trace import (
     ACTIVATIONS,
     BACKWARD,
     COMMUNICATION,

@@ -7,11 +7,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from accelerate.accelerator.planning.memory.expand import expanded
-from accelerate.accelerator.planning.memory.peak import Memory, memory_of
-from accelerate.accelerator.planning.plan import Part
-from accelerate.commands.models.plan import plan_parser
-from accelerate.commands.models.traces import Traces
+from meshwright.accelerator.planning.memory.expand import expanded
+from meshwright.accelerator.planning.memory.peak import Memory, memory_of
+from meshwright.accelerator.planning.plan import Part
+from meshwright.commands.models.plan import plan_parser
+from meshwright.commands.models.traces import Traces
 
 
 def main() -> None:

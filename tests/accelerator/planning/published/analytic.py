@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from accelerate.accelerator.planning.timing.collectives import collective_seconds
-from accelerate.accelerator.planning.timing.depth import extrapolated
-from accelerate.accelerator.planning.timing.devices import Cluster
-from accelerate.accelerator.planning.timing.pipelines import Stage, replay
-from accelerate.accelerator.planning.timing.step import Timing, time_step
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, Collective, Trace
+from meshwright.accelerator.planning.timing.collectives import collective_seconds
+from meshwright.accelerator.planning.timing.depth import extrapolated
+from meshwright.accelerator.planning.timing.devices import Cluster
+from meshwright.accelerator.planning.timing.pipelines import Stage, replay
+from meshwright.accelerator.planning.timing.step import Timing, time_step
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, Collective, Trace
 
 from .rows import block_parameters
 from .script.options import Options

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from accelerate.accelerator.planning.timing.devices import DEVICES, load
-from accelerate.commands.models.plan import FITS_NOT
+from meshwright.accelerator.planning.timing.devices import DEVICES, load
+from meshwright.commands.models.plan import FITS_NOT
 
 from .analytic import Estimate
 from .fits import foundry, planned
@@ -88,11 +88,11 @@ def meshes(cache: Path) -> None:
 
 
 def sizes(cache: Path) -> None:
-    """Print how long `accelerate plan` takes for large models, and the memory of its largest process."""
+    """Print how long `meshwright plan` takes for large models, and the memory of its largest process."""
     print("| model | devices | seconds | of the processor | memory |\n| --- | --- | ---: | ---: | ---: |")
     for name, options in SIZES.items():
         began = time.monotonic()
-        command = ["-m", "accelerate.commands.accelerate_cli", "plan", "--gpus", f"{options.world_size}xH100"]
+        command = ["-m", "meshwright", "plan", "--gpus", f"{options.world_size}xH100"]
         words = [sys.executable, *command, str(SCRIPT), "--options", options.to_json()]
         silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
         child = os.posix_spawn(sys.executable, words, os.environ, file_actions=silent)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from accelerate.accelerator.planning.memory.expand import expanded
-from accelerate.accelerator.planning.memory.fit import Fit, fit_of, libraries_of
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.plan import MORE, Part
-from accelerate.accelerator.planning.timing.devices import load
+from meshwright.accelerator.planning.memory.expand import expanded
+from meshwright.accelerator.planning.memory.fit import Fit, fit_of, libraries_of
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.plan import MORE, Part
+from meshwright.accelerator.planning.timing.devices import load
 
 from .harness import CaseTraces
 from .outcomes import FULL

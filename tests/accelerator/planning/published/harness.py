@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from accelerate.accelerator.planning.memory.fit import Fit
-from accelerate.accelerator.planning.memory.peak import Memory
-from accelerate.accelerator.planning.plan import Part, plan_run
-from accelerate.accelerator.planning.timing.devices import DEVICES, load
-from accelerate.accelerator.planning.trace import Trace, read_trace
-from accelerate.commands.models.plan import plan_parser
-from accelerate.commands.models.traces import Traces
+from meshwright.accelerator.planning.memory.fit import Fit
+from meshwright.accelerator.planning.memory.peak import Memory
+from meshwright.accelerator.planning.plan import Part, plan_run
+from meshwright.accelerator.planning.timing.devices import DEVICES, load
+from meshwright.accelerator.planning.trace import Trace, read_trace
+from meshwright.commands.models.plan import plan_parser
+from meshwright.commands.models.traces import Traces
 
 from .outcomes import Outcome, summary, write_outcomes
 from .rows import Case, read_cases

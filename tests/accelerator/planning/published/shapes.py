@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, MAIN_STREAM, Collective, Step, Trace
-from accelerate.accelerator.planning.tracing.host.values import Values
-from accelerate.accelerator.planning.tracing.recorder import Recorder
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, MAIN_STREAM, Collective, Step, Trace
+from meshwright.accelerator.planning.tracing.host.values import Values
+from meshwright.accelerator.planning.tracing.recorder import Recorder
 
 from .script.options import Options
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.accelerator.planning.timing.devices import DEVICES
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD
+from meshwright.accelerator.planning.timing.devices import DEVICES
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD
 
 from .analytic import blocks_of_stages
 from .figures import is_timed, rate_of

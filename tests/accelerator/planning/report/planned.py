@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from accelerate.accelerator.planning.ledger import ledger_of, timed
-from accelerate.accelerator.planning.memory.fit import fit_of, libraries_of
-from accelerate.accelerator.planning.memory.levers import lever_peaks, levers_of
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.result import Candidate, Cost, Plan, RankPlan
-from accelerate.accelerator.planning.timing.rates import Rates
-from accelerate.accelerator.planning.timing.step import Timing
+from meshwright.accelerator.planning.ledger import ledger_of, timed
+from meshwright.accelerator.planning.memory.fit import fit_of, libraries_of
+from meshwright.accelerator.planning.memory.levers import lever_peaks, levers_of
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.result import Candidate, Cost, Plan, RankPlan
+from meshwright.accelerator.planning.timing.rates import Rates
+from meshwright.accelerator.planning.timing.step import Timing
 from tests.accelerator.planning.made import MIB, model
 
 RATES = Rates(1.25, 1.0, 1.5, 51.2, 419_430.4, 6_553.6, 0.41)
@@ -49,7 +49,7 @@ def planned(blocks: int = 12, scale: int = 100, guesses: tuple[str, ...] = ("tra
         cost=Cost(steps=1000, tokens=524_288_000, hours=0.35, low=0.28, high=0.42, devices=64, price=2.5),
         candidates=[
             Candidate(
-                {"dp_shard": 64}, 1, {}, 40e9, 44e9, True, RATES, "accelerate launch --use_fsdp train.py", "a: b\n"
+                {"dp_shard": 64}, 1, {}, 40e9, 44e9, True, RATES, "meshwright launch --use_fsdp train.py", "a: b\n"
             ),
             Candidate({"dp_shard": 32, "tp": 2}, 2, {}, 90e9, 99e9, False),
         ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.accelerator.planning.report.page import as_page
+from meshwright.accelerator.planning.report.page import as_page
 from tests.accelerator.planning.report.planned import planned
 from tests.commands.views.browser import PROGRAM, Browser
 

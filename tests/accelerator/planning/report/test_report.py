@@ -9,16 +9,37 @@ from html.parser import HTMLParser
 
 import pytest
 
-from accelerate.accelerator.planning.memory.peak import Timeline
-from accelerate.accelerator.planning.report.data import as_json
-from accelerate.accelerator.planning.report.numbers import amount, duration, mesh, size
-from accelerate.accelerator.planning.report.page import as_page
-from accelerate.accelerator.planning.report.picture import picture
-from accelerate.accelerator.planning.report.tables import fit_table
-from accelerate.accelerator.planning.report.text import as_text
-from accelerate.accelerator.planning.result import Plan
-from accelerate.accelerator.planning.trace import OWNERS, WEIGHTS
+from meshwright.accelerator.planning.memory.peak import Timeline
+from meshwright.accelerator.planning.report.data import as_json
+from meshwright.accelerator.planning.report.numbers import amount, duration, mesh, module_name, size
+from meshwright.accelerator.planning.report.page import as_page
+from meshwright.accelerator.planning.report.picture import picture
+from meshwright.accelerator.planning.report.tables import fit_table
+from meshwright.accelerator.planning.report.text import as_text
+from meshwright.accelerator.planning.result import Plan
+from meshwright.accelerator.planning.trace import OWNERS, WEIGHTS
 from tests.accelerator.planning.report.planned import planned
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("", ""),
+        ("module", ""),
+        ("module.head", "head"),
+        ("modules.head", "modules.head"),
+        ("module.layers.*.mlp", "mlp in each of layers"),
+        ("layers.*", "each of layers"),
+        ("*", "each block"),
+        ("a.*.experts.*.w", "w in each of experts in each of a"),
+    ],
+)
+def test_modules_have_the_names_that_their_owner_knows(name: str, shown: str) -> None:
+    assert module_name(name) == shown
+
+
+def test_a_plan_without_levers_says_so(plan: Plan) -> None:
+    assert "No setting that the plan knows saves 1 % of the peak or more." in as_text(replace(plan, levers=[]))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +73,7 @@ def test_the_text_has_every_table(plan: Plan) -> None:
     assert re.search(r"A100-40GB +tight", text)
     assert re.search(r"all_gather +dp_shard +4 +12 .* 300 ms +80 %", text)
     assert "--fsdp_offload_params true" in text
-    assert "1. accelerate launch --use_fsdp train.py" in text
+    assert "1. meshwright launch --use_fsdp train.py" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "--" not in line)
 
 
@@ -72,7 +93,7 @@ def test_the_json_holds_the_same_numbers(plan: Plan) -> None:
     assert data["fits"][0]["verdict"] == "fits"
     assert data["cost"]["device_hours"] == pytest.approx(22.4)
     assert data["rates"]["low"] == 1.0
-    assert data["candidates"][0]["command"].startswith("accelerate launch")
+    assert data["candidates"][0]["command"].startswith("meshwright launch")
 
 
 class Tags(HTMLParser):

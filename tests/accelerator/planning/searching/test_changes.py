@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accelerate.accelerator.planning.searching.changes import changes_of
-from accelerate.accelerator.planning.searching.choices import Choice
+from meshwright.accelerator.planning.searching.changes import changes_of
+from meshwright.accelerator.planning.searching.choices import Choice
 
 BASE = Choice(dp_shard=4, batch=8)
 

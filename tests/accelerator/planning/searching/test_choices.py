@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.accelerator.planning.searching.choices import Choice, Space, choice_of, first_group
-from accelerate.accelerator.planning.trace import Traits
+from meshwright.accelerator.planning.searching.choices import Choice, Space, choice_of, first_group
+from meshwright.accelerator.planning.trace import Traits
 from tests.accelerator.planning.made import model
 
 BASE = Choice(dp_replicate=8, batch=4)

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.accelerator.planning.memory.fit import Fit
-from accelerate.accelerator.planning.memory.peak import memory_of
-from accelerate.accelerator.planning.result import Plan
-from accelerate.accelerator.planning.searching.choices import Choice, choice_of
-from accelerate.accelerator.planning.searching.estimates import Estimates
-from accelerate.accelerator.planning.searching.search import Search, describe
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.accelerator.planning.timing.rates import Rates
-from accelerate.accelerator.planning.timing.step import time_step
+from meshwright.accelerator.planning.memory.fit import Fit
+from meshwright.accelerator.planning.memory.peak import memory_of
+from meshwright.accelerator.planning.result import Plan
+from meshwright.accelerator.planning.searching.choices import Choice, choice_of
+from meshwright.accelerator.planning.searching.estimates import Estimates
+from meshwright.accelerator.planning.searching.search import Search, describe
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.accelerator.planning.timing.rates import Rates
+from meshwright.accelerator.planning.timing.step import time_step
 from tests.accelerator.planning.made import MIB, model
 
 UNIT = 10 * MIB

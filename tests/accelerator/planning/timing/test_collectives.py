@@ -1,8 +1,8 @@
 import pytest
 
-from accelerate.accelerator.planning.timing.collectives import collective_seconds
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.accelerator.planning.trace import FORWARD, Collective
+from meshwright.accelerator.planning.timing.collectives import collective_seconds
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.accelerator.planning.trace import FORWARD, Collective
 
 H100 = cluster("64xH100")
 

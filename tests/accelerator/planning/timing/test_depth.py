@@ -1,7 +1,7 @@
 import pytest
 
-from accelerate.accelerator.planning.timing.depth import combined, extrapolated
-from accelerate.accelerator.planning.timing.step import Timing
+from meshwright.accelerator.planning.timing.depth import combined, extrapolated
+from meshwright.accelerator.planning.timing.step import Timing
 
 
 def test_every_number_grows_with_the_blocks() -> None:

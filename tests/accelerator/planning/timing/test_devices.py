@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate.accelerator.planning.timing.devices import DEVICES, UnknownDeviceError, cluster, load
+from meshwright.accelerator.planning.timing.devices import DEVICES, UnknownDeviceError, cluster, load
 
 
 @pytest.mark.parametrize(

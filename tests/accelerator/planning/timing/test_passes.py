@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.accelerator.planning.ledger import ledger_of
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.accelerator.planning.timing.passes import with_another_pass
-from accelerate.accelerator.planning.timing.step import time_step
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, UPDATE, Step, Trace
+from meshwright.accelerator.planning.ledger import ledger_of
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.accelerator.planning.timing.passes import with_another_pass
+from meshwright.accelerator.planning.timing.step import time_step
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, UPDATE, Step, Trace
 from tests.accelerator.planning.made import MIB, Maker
 from tests.launching import run_script
 
@@ -19,11 +19,11 @@ BOTH_WAYS = """
 import json, sys, tempfile
 from pathlib import Path
 
-from accelerate.accelerator.planning.plan import MORE, plan_run
-from accelerate.accelerator.planning.searching.choices import Choice, choice_of
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.commands.models.plan import plan_parser
-from accelerate.commands.models.traces import Traces
+from meshwright.accelerator.planning.plan import MORE, plan_run
+from meshwright.accelerator.planning.searching.choices import Choice, choice_of
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.commands.models.plan import plan_parser
+from meshwright.commands.models.traces import Traces
 
 found = []
 for passes, choice in (("4", None), ("1", Choice(dp_shard=2, batch=4, accumulation=4))):

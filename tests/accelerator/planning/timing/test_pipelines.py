@@ -4,16 +4,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from accelerate.accelerator.planning.timing.pipelines import (
-    Action,
-    Stage,
-    order_of,
-    replay,
-    stage_of,
-    time_pipeline,
-)
-from accelerate.accelerator.planning.timing.step import Timing
-from accelerate.accelerator.planning.trace import BACKWARD, FORWARD, UPDATE, Trace
+from meshwright.accelerator.planning.timing.pipelines import Action, Stage, order_of, replay, stage_of, time_pipeline
+from meshwright.accelerator.planning.timing.step import Timing
+from meshwright.accelerator.planning.trace import BACKWARD, FORWARD, UPDATE, Trace
 
 
 def letters(order: list[Action]) -> str:

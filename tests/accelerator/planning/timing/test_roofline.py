@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.accelerator.planning.timing.roofline import (
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.accelerator.planning.timing.roofline import (
     ATTENTION,
     BANDWIDTH,
     ELEMENTWISE,
@@ -13,7 +13,7 @@ from accelerate.accelerator.planning.timing.roofline import (
     OPTIMIZER,
     estimate,
 )
-from accelerate.accelerator.planning.trace import FORWARD, UPDATE, Operation
+from meshwright.accelerator.planning.trace import FORWARD, UPDATE, Operation
 
 H100 = cluster("H100").device
 

@@ -2,12 +2,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from accelerate.accelerator.planning.timing.collectives import collective_seconds
-from accelerate.accelerator.planning.timing.devices import cluster
-from accelerate.accelerator.planning.timing.rates import rates
-from accelerate.accelerator.planning.timing.roofline import LATENCY, estimate
-from accelerate.accelerator.planning.timing.step import Timing, time_step
-from accelerate.accelerator.planning.trace import (
+from meshwright.accelerator.planning.timing.collectives import collective_seconds
+from meshwright.accelerator.planning.timing.devices import cluster
+from meshwright.accelerator.planning.timing.rates import rates
+from meshwright.accelerator.planning.timing.roofline import LATENCY, estimate
+from meshwright.accelerator.planning.timing.step import Timing, time_step
+from meshwright.accelerator.planning.trace import (
     BACKWARD,
     FORWARD,
     MAIN_STREAM,

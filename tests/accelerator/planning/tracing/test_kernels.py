@@ -6,10 +6,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
-from accelerate.accelerator.planning.tracing.kernels import AcceleratorAutocast
-from accelerate.watch.meter.flops import count_cpu_attention
+from meshwright.accelerator.planning.tracing.kernels import AcceleratorAutocast
+from meshwright.watch.meter.formulas import flops_of
 
 
 def test_a_block_is_recomputed_in_the_formats_of_its_forward_pass() -> None:
@@ -31,12 +30,14 @@ def test_a_block_is_recomputed_in_the_formats_of_its_forward_pass() -> None:
 
 
 def test_attention_of_a_cpu_has_the_flops_of_a_gpus() -> None:
-    count_cpu_attention()
     query, key = torch.ones(2, 3, 8, 4), torch.ones(2, 3, 6, 4)
     aten = torch.ops.aten
-    forward = flop_registry[aten._scaled_dot_product_flash_attention_for_cpu](query, key, key, out_val=query)
-    backward = flop_registry[aten._scaled_dot_product_flash_attention_for_cpu_backward](
-        query, query, key, key, query, query, 0.0, False, out_val=query
+    forward = flops_of(aten._scaled_dot_product_flash_attention_for_cpu, (query, key, key), {}, query)
+    backward = flops_of(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        (query, query, key, key, query, query, 0.0, False),
+        {},
+        query,
     )
     assert forward == 2 * 2 * (2 * 3) * 8 * 6 * 4
     assert backward == 2.5 * forward

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accelerate.accelerator.planning.trace import GRADIENTS, OPTIMIZER
+import pytest
+
+from meshwright.accelerator.planning.trace import GRADIENTS, OPTIMIZER
 from tests.accelerator.planning.tracing.traced import trace_of
 
 
@@ -73,3 +75,34 @@ def test_an_optimizer_that_does_not_step_is_not_waited_for_for_long(tmp_path: Pa
 """
     trace = trace_of(TWO_MODELS + loop, tmp_path, world_size=1)
     assert [(step.samples, step.passes) for step in trace.steps] == [(16, 1), (2, 1)]
+
+
+ACCUMULATED = """
+accelerator.gradient_accumulation_steps = 4
+model = nn.Linear(4, 4)
+loader = DataLoader(torch.ones({samples}, 4), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in {data}:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("samples", "data", "passes"),
+    [
+        (7 * 64, "loader", [4, 3]),  # the end of the data closes the second window
+        (5 * 64, "(batch for _ in range(2) for batch in loader)", [4, 1, 4]),
+        (5 * 64, "loader", [4, 1]),
+        (3 * 64, "(batch for _ in range(2) for batch in loader)", [3, 3]),  # there is no longer one
+    ],
+)
+def test_a_window_that_the_end_of_the_data_cuts_short_is_not_taken_for_the_step(
+    samples: int, data: str, passes: list[int], tmp_path: Path
+) -> None:
+    trace = trace_of(ACCUMULATED.format(samples=samples, data=data), tmp_path, world_size=8)
+    assert [step.passes for step in trace.steps] == passes
+    assert trace.batches_of_step == (8 * max(passes), 0)
+    assert trace.steps[-1].passes + trace.untraced_passes == max(passes)

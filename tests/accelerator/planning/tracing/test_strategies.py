@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accelerate.accelerator.planning.trace import ACTIVATIONS, COMMUNICATION, FORWARD, SETUP, Allocation, Trace
-from accelerate.accelerator.planning.tracing.strategies import buffers_of_others
+from meshwright.accelerator.planning.trace import ACTIVATIONS, COMMUNICATION, FORWARD, SETUP, Allocation, Trace
+from meshwright.accelerator.planning.tracing.strategies import buffers_of_others
 
 
 def allocation(owner: str, phase: str, freed: int | None) -> Allocation:

@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
-from accelerate.accelerator.planning.trace import Trace, read_trace
-from accelerate.accelerator.planning.tracing.script import Request, trace_script
-from accelerate.launch.processes.forked import Failure, World, run_several
+from meshwright.accelerator.planning.trace import Trace, read_trace
+from meshwright.accelerator.planning.tracing.script import Request, trace_script
+from meshwright.launch.processes.forked import Failure, World, run_several
 
 BEGINNING = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
+from meshwright import Accelerator
 accelerator = Accelerator(cpu=True)
 """
 LOOP = """

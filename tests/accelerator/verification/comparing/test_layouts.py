@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.accelerator.verification.comparing.layouts import Part, joined
+from meshwright.accelerator.verification.comparing.layouts import Part, joined
 
 WHOLE = torch.arange(2 * 8 * 6).view(2, 8, 6)
 

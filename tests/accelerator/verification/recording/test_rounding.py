@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.accelerator.verification.recording.rounding import OtherOrderOfSummation
+from meshwright.accelerator.verification.recording.rounding import OtherOrderOfSummation
 
 
 @pytest.mark.parametrize(

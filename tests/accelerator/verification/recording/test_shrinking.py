@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from accelerate.accelerator.verification.recording.shrinking import shrink
+from meshwright.accelerator.verification.recording.shrinking import shrink
 
 
 def llama() -> SimpleNamespace:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accelerate.commands.views import ReportError
-from accelerate.commands.views.page.page import build_page, flat, packed
-from accelerate.commands.views.runs.finding import read_runs
-from accelerate.commands.views.runs.reading import Run
+from meshwright.commands.views import ReportError
+from meshwright.commands.views.page.page import build_page, flat, packed
+from meshwright.commands.views.runs.finding import read_runs
+from meshwright.commands.views.runs.reading import Run
 from tests.commands.views.writing import LEFT_AND_JOINED, START, end, lines, start, values, write_loss, write_run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.views import ReportError
-from accelerate.commands.views.runs.finding import Runs, find_files, read_runs
+from meshwright.commands.views import ReportError
+from meshwright.commands.views.runs.finding import Runs, find_files, read_runs
 from tests.commands.views.writing import append, values, write_loss
 
 

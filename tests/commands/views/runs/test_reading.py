@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accelerate.commands.views.runs.reading import Run, describe_lost
+from meshwright.commands.views.runs.reading import Run, describe_lost
 from tests.commands.views.writing import START, append, end, start, values, write_run
 
 
@@ -91,11 +91,14 @@ def test_a_resume_written_behind_a_torn_line_is_found(tmp_path: Path) -> None:
     assert values_of(run, "loss") == [7.0]
 
 
-def test_unknown_records_and_fields_of_the_wrong_kind_are_ignored(tmp_path: Path) -> None:
+def test_unknown_records_are_ignored_and_steps_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     odd = [{"artifact": {}}, {"values": 3}, {"start": []}, {"step": "x", "time": None, "values": {"loss": 2}}, {}]
     run = read(write_run(tmp_path, start(), values(1, loss=1), *odd, {"step": "NaN", "values": {"loss": 3}}))
-    assert (run.skipped, len(run.starts)) == (0, 1)
-    assert steps_of(run, "loss") == [1.0, 2.0, 3.0], "a record without a usable step follows the one before it"
+    assert (run.skipped, len(run.starts)) == (2, 1)
+    assert steps_of(run, "loss") == [1.0]
+    append(tmp_path, {"values": {"loss": 2}})
+    run.update()
+    assert steps_of(run, "loss") == [1.0, 2.0], "a record without a step follows the one before it"
 
 
 def test_a_resumed_run_supersedes_the_steps_it_does_again(tmp_path: Path) -> None:

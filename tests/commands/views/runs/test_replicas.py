@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accelerate.commands.views.runs.replicas import read_changes
+from meshwright.commands.views.runs.replicas import read_changes
 from tests.commands.views.writing import LEFT_AND_JOINED, lines
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from accelerate.commands.views.runs.reading import Points
-from accelerate.commands.views.runs.sampling import PER_BUCKET, bucket_edges, bucket_means, downsampled, not_finite
+from meshwright.commands.views.runs.reading import Points
+from meshwright.commands.views.runs.sampling import PER_BUCKET, bucket_edges, bucket_means, downsampled, not_finite
 
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 

@@ -6,9 +6,9 @@ import json
 import time
 from pathlib import Path
 
-from accelerate.commands.views.runs.reading import Run
-from accelerate.commands.views.runs.throughput import newest_throughput
-from accelerate.commands.views.terminal.ranks import Ranks
+from meshwright.commands.views.runs.reading import Run
+from meshwright.commands.views.runs.throughput import newest_throughput
+from meshwright.commands.views.terminal.ranks import Ranks
 
 
 def write(folder: Path, *values: dict[str, float]) -> Run:

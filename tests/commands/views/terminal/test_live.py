@@ -9,11 +9,11 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from accelerate.commands.views.runs.finding import Runs, read_runs
-from accelerate.commands.views.runs.reading import Run
-from accelerate.commands.views.terminal.frame import Frame, recent_speed, total_steps
-from accelerate.commands.views.terminal.ranks import Ranks
-from accelerate.commands.views.terminal.text import columns
+from meshwright.commands.views.runs.finding import Runs, read_runs
+from meshwright.commands.views.runs.reading import Run
+from meshwright.commands.views.terminal.frame import Frame, recent_speed, total_steps
+from meshwright.commands.views.terminal.ranks import Ranks
+from meshwright.commands.views.terminal.text import columns
 from tests.commands.views.writing import START, append, end, start, values, write_loss, write_run
 from tests.launching import COMMAND, environment
 from tests.timing import limit

@@ -1,4 +1,4 @@
-"""The manifests of `accelerate launch --kubernetes --dry-run`, against Kubeflow's models of the published schemas."""
+"""The manifests of `meshwright launch --kubernetes --dry-run`, against Kubeflow's models of the published schemas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.machines.manifests.job import Job, text_of
-from accelerate.launch.machines.manifests.kubernetes import documents
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch.machines.manifests.job import Job, text_of
+from meshwright.launch.machines.manifests.kubernetes import documents
 
 GPUS = {"num_machines": 2, "num_processes": 16, "image": "registry.example.org/train:7"}
 
@@ -66,13 +66,33 @@ def lost(written: Any, read: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
+def expanded(word: str) -> str:
+    """Return a word as Kubernetes hands it on: `$(NAME)` is a variable, and `$$` stands for `$`."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "$" if found[1] is None else f"the value of {found[1]}", word)
+
+
+@pytest.mark.parametrize("kind", ["TrainJob", "JobSet"])
+def test_words_reach_the_pods_as_they_were_given(kind: str) -> None:
+    words = ("train.py", "$(SECRET)", "$$(SECRET)", "a$", "$$", "$HOME", "$$$(A)b$(C)", "$(", "cost $5")
+    for document in manifest(kind, words, **GPUS):
+        if kind == "TrainJob" and document["kind"] == "TrainJob":
+            command = document["spec"]["trainer"]["command"]
+        elif document["kind"] == "JobSet":
+            (container,) = job_of(document)["template"]["spec"]["containers"]
+            command = container["command"]
+        else:
+            continue
+        assert tuple(map(expanded, command))[2:] == words
+        assert "$$(SECRET)" in command
+
+
 def test_a_train_job_comes_with_its_runtime() -> None:
     runtime, job = manifest(**GPUS)
     assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "train"
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["command"] == ["accelerate", "launch", "train.py", "--lr", "1e-3"]
+    assert trainer["command"] == ["meshwright", "launch", "train.py", "--lr", "1e-3"]
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert not any(item["name"].startswith("PET_") for item in trainer["env"]), "Trainer refuses them"
 
@@ -126,7 +146,7 @@ def test_settings_of_the_launch_are_passed_on_and_those_of_this_machine_are_not(
     _, job = manifest(script=("package.tune",), module=True, max_restarts=2, grace_period=60.0, **flags)
     assert job["metadata"]["name"] == "tune"
     words = "--mixed_precision bf16 --grace_period 60.0 --module --use_fsdp --fsdp_version 2 package.tune"
-    assert job["spec"]["trainer"]["command"] == ["accelerate", "launch", *words.split()]
+    assert job["spec"]["trainer"]["command"] == ["meshwright", "launch", *words.split()]
 
 
 @pytest.mark.parametrize(

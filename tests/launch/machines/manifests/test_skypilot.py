@@ -1,4 +1,4 @@
-"""The task of `accelerate launch --skypilot --dry-run`. docs/skypilot.md says how SkyPilot's own loader was tried."""
+"""The task of `meshwright launch --skypilot --dry-run`. docs/skypilot.md says how SkyPilot's own loader was tried."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.config.launch.settings import LaunchSettings
-from accelerate.launch.machines.manifests.job import Job, text_of
-from accelerate.launch.machines.manifests.skypilot import task
+from meshwright.config.launch.settings import LaunchSettings
+from meshwright.launch.machines.manifests.job import Job, text_of
+from meshwright.launch.machines.manifests.skypilot import task
 
 KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
 RESOURCES = {"accelerators", "cpus", "use_spot", "image_id", "job_recovery"}
@@ -36,14 +36,14 @@ def test_a_task_on_spot_machines_that_is_started_again_when_it_saved_and_left() 
         "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
     }
     assert found["file_mounts"] == {"/checkpoints": {"source": "s3://bucket/runs", "mode": "MOUNT"}}
-    assert found["run"] == "accelerate launch --num_processes 16 train.py --name 'a b'"
+    assert found["run"] == "meshwright launch --num_processes 16 train.py --name 'a b'"
 
 
 def test_machines_without_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = made(cpu=True, num_machines=2, num_processes=4)
     assert found["resources"]["cpus"] == "2+"
-    assert found["run"].startswith("accelerate launch --num_processes 4 --cpu train.py")
+    assert found["run"].startswith("meshwright launch --num_processes 4 --cpu train.py")
     assert "setup" not in found
     (tmp_path / "requirements.txt").touch()
     assert made(cpu=True)["setup"] == "pip install --requirement requirements.txt"

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from accelerate.runtime.membership.events import RETRACTED, Events, connect, whole_replicas
+from meshwright.runtime.membership.events import RETRACTED, Events, connect, whole_replicas
 
-RANK, SIZE, INCARNATION = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "ACCELERATE_INCARNATION"))
+RANK, SIZE, INCARNATION = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MESHWRIGHT_INCARNATION"))
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 SHARDS = 2 if FAULT == "in_pairs" else 1
 
@@ -39,7 +39,8 @@ def save_and_leave(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    store = connect(os.environ["ACCELERATE_MEMBERSHIP_STORE"])
+    store = connect(os.environ["MESHWRIGHT_MEMBERSHIP_STORE"])
+    Path(f"store_{RANK}").write_text(os.environ["MESHWRIGHT_MEMBERSHIP_STORE"])
     events = Events(store, SIZE)
     print(f"rank {RANK} of {SIZE}, process {INCARNATION}")
     write(f"pid_{RANK}_{INCARNATION}", str(os.getpid()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.launch.processes.elastic.membership import Membership, Totals
+from meshwright.launch.processes.elastic.membership import Membership, Totals
 
 
 @pytest.fixture

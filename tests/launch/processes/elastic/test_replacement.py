@@ -6,8 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from accelerate.launch.processes.elastic.replacement import Replica, wait_for_end
-from accelerate.launch.processes.verdict import Ending
+from meshwright.launch.processes.elastic.replacement import Replica, wait_for_end
+from meshwright.launch.processes.verdict import Ending
 from tests.timing import limit
 
 

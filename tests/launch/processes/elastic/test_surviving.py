@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshwright.runtime.membership.events import connect
 from tests.launching import Launched, end_tree, run_accelerate, start_accelerate
+from tests.strangers import beyond_loopback, listening, strangers
 from tests.timing import limit
 
 REPLICAS = Path(__file__).with_name("replicas.py")
@@ -56,7 +58,36 @@ class Run:
 
 def said(launched: Launched) -> list[str]:
     """Return the launcher's own lines."""
-    return re.findall(r"^accelerate launch: (.*)$", launched.complaints, re.MULTILINE)
+    return re.findall(r"^meshwright launch: (.*)$", launched.complaints, re.MULTILINE)
+
+
+def test_a_stranger_at_the_ports_and_in_the_store_does_not_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, processes=2)
+    assert beyond_loopback(run.launcher.pid) == []
+    places = list(listening(run.launcher.pid))
+    assert len(places) == 2
+    store = connect((tmp_path / "store_0").read_text())
+    for key, text in {
+        "event/1": "not json",
+        "event/2": '{"kind": "joined", "ranks": [7]}',
+        "note/1": "[",
+        "cost/1": "x",
+    }.items():
+        store.set(key, text)
+    with strangers(places, 100):
+        run.kill((1, 0))
+        run.wait_for("member_1_1", "left_3")
+    launched = run.end("finish")
+    assert launched.code == 0, launched.complaints
+    lines = said(launched)
+    ignored = "nobody has left or joined by it, and the run goes on. Another program wrote it."
+    assert [
+        line
+        for line in lines
+        if line.startswith("event/1 in the store of the run is damaged: ") and line.endswith(ignored)
+    ]
+    assert f"event/2 in the store of the run is damaged: it lacks the field 'reason': {ignored}" in lines
+    assert "rank 1 was killed by SIGKILL; 1 replica continues, a replacement is starting." in lines
 
 
 def test_killed_processes_are_replaced_and_the_others_keep_running(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.parallel.mesh.context.documents import CAUSAL, Reach, Row, documents_of, pieces_of
-from accelerate.parallel.mesh.context.sharding import balanced
+from meshwright.parallel.mesh.context.documents import CAUSAL, Reach, Row, documents_of, pieces_of
+from meshwright.parallel.mesh.context.sharding import balanced
 
 
 def places_of(lengths: list[int]) -> Tensor:

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention  # by this name torch does not see it to join parts
 
-from accelerate import Accelerator
-from accelerate.errors import UnsupportedSettingError
-from accelerate.parallel.modules.dtensors import whole
-from accelerate.parallel.modules.means import divisors_of, is_sum
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.modules.dtensors import whole
+from meshwright.parallel.modules.means import divisors_of, is_sum
 from tests.ranks import ranks
 
 from ...small_transformer import LENGTH, VOCABULARY, WIDTH, Block, Transformer, loss_of, model

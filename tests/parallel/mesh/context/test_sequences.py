@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd  # nn's breaks on groups of gloo
 
-from accelerate import Accelerator
-from accelerate.errors import UnsupportedSettingError
-from accelerate.parallel.modules.dtensors import whole
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig, FullyShardedDataParallelPlugin
+from meshwright import Accelerator, DeepSpeedSequenceParallelConfig, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.modules.dtensors import whole
 from tests.ranks import ranks
 from tests.sizes import at_night
 

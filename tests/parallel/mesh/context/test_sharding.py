@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.parallel.mesh.context.sharding import balanced, contiguous, head_tail, positions_among
+from meshwright.parallel.mesh.context.sharding import balanced, contiguous, head_tail, positions_among
 from tests.sizes import sized
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig
 from tests.parallel.beside_one_process import difference
 from tests.parallel.small_transformer import LENGTH, VOCABULARY, WIDTH, Block, loss_of
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from meshwright import Accelerator, FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
 from tests.sizes import at_night
 

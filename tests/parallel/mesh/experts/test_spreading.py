@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator
-from accelerate.parallel import registry
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchTensorParallelConfig
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig
+from meshwright.parallel import registry
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night
 

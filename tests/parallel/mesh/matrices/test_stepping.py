@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelerate import Accelerator, GradScalerKwargs
-from accelerate.errors import UnsupportedSettingError
-from accelerate.parallel.mesh.matrices import exchange
-from accelerate.parallel.mesh.matrices.stepping import FullSteps
-from accelerate.parallel.modules.dtensors import distribute_like
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, step_full_tensors, step_in_backward
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ParallelismConfig,
+    step_full_tensors,
+    step_in_backward,
+)
+from meshwright.errors import UnsupportedSettingError
+from meshwright.parallel.mesh.matrices import exchange
+from meshwright.parallel.mesh.matrices.stepping import FullSteps
+from meshwright.parallel.modules.dtensors import distribute_like
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night
 

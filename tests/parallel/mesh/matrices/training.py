@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelerate import Accelerator
-from accelerate.utils import step_full_tensors
+from meshwright import Accelerator, step_full_tensors
 
 from ...small_transformer import LENGTH, VOCABULARY, loss_of, model
 from ...ways import WAYS

@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
+from meshwright import Accelerator, ParallelismConfig
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import cases
 
@@ -172,7 +171,7 @@ def test_a_layer_that_is_used_late_is_looked_at_then_and_nothing_is_followed_any
     noted: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: noted.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accelerate.parallel.mesh.tensor.partial_gradients").addHandler(handler)
+    logging.getLogger("meshwright.parallel.mesh.tensor.partial_gradients").addHandler(handler)
     run_by, net, alone = accelerator(PLAN), model(Sometimes), model(Sometimes)
     by_itself = torch.optim.SGD(alone.parameters(), lr=0.1)
     net, optimizer = run_by.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

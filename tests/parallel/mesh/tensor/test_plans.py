@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, get_model_tp_size
+from accelerate.utils import get_model_tp_size
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from meshwright.errors import UnsupportedSettingError
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import cases, sized
 
@@ -181,11 +181,26 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.zeros(4, 4))
 
 
+class NormedEmbedding(nn.Embedding):
+    """An embedding that normalises its vectors, as Inkling has it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(super().forward(indices))
+        return normed
+
+
 @ranks(2)
 def test_layers_that_cannot_be_split_are_refused_by_name() -> None:
     net = nn.Sequential(Conv1D(), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"splits 0, which is a Conv1D: only nn.Linear and nn.Embedding"):
         accelerator({"0": "colwise", "1": "rowwise"}).prepare(net)
+    net = nn.Sequential(NormedEmbedding(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"splits 0, a NormedEmbedding with weights in modules of its own \(norm\)"):
+        accelerator({"0": "embedding_rowwise"}).prepare(net)
 
 
 @ranks(2)
@@ -277,3 +292,67 @@ def test_a_tied_model_goes_on_from_its_checkpoint_split_or_whole(tmp_path: Path)
     run_on_ranks(1, tied, plan=None, save_to=str(tmp_path / "whole"))
     for losses in run_on_ranks(2, tied, plan=plan, load_from=str(tmp_path / "whole")):
         assert losses == pytest.approx(whole, abs=1e-5)
+
+
+class Adapted(nn.Module):
+    """A layer with LoRA, in the form of PEFT."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+        result: torch.Tensor = self.base_layer(x) + 2.0 * adapted
+        return result
+
+
+class Adapters(nn.Module):
+    """A model under the names that PEFT gives it."""
+
+    def __init__(self, *, magnitudes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = nn.ModuleDict({"up": Adapted(nn.Linear(4, 8)), "down": Adapted(nn.Linear(8, 4))})
+        if magnitudes:
+            inner["up"].lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 8)})
+        self.base_model = nn.ModuleDict({"model": inner})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.base_model["model"]
+        result: torch.Tensor = inner["down"](torch.tanh(inner["up"](x)))
+        return result
+
+
+@pytest.mark.parametrize(
+    "plan", [{"up": "colwise", "down": "rowwise"}, {"up": "colwise_rep"}, {"up": "colwise_rep", "down": "rowwise_rep"}]
+)
+@ranks(2)
+def test_layers_with_lora_are_split_with_their_adapters(plan: dict[str, str]) -> None:
+    plain, net = Adapters().double(), Adapters().double()
+    run_by = accelerator(plan)
+    net, optimizer = run_by.prepare(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5))
+    by_itself = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)
+    data = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        plain(data).square().sum().backward()
+        run_by.backward(net(data).square().sum())
+        for each in (by_itself, optimizer):
+            each.step()
+            each.zero_grad()
+    for param, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        found = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(found, expected)
+
+
+@ranks(2)
+def test_layers_whose_weight_is_computed_are_refused_by_name() -> None:
+    for wrap in (torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.weight_norm):
+        net = nn.ModuleDict({"up": wrap(nn.Linear(4, 8)), "down": nn.Linear(8, 4)})
+        with pytest.raises(UnsupportedSettingError, match=r"splits up cannot.*weight_norm.*remove_parametrizations"):
+            accelerator({"up": "colwise", "down": "rowwise"}).prepare(net)
+    with pytest.raises(UnsupportedSettingError, match=r"up, a Adapted of PEFT.*lora_magnitude_vector.*use_dora=False"):
+        accelerator({"up": "colwise", "down": "rowwise"}).prepare(Adapters(magnitudes=True))

@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import FullyShardedDataParallelPlugin, PipelineConfig, TorchTensorParallelConfig
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PipelineConfig,
+    TorchTensorParallelConfig,
+)
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.beside_one_process import off_by
 from tests.parallel.small_transformer import TP_PLAN, VOCABULARY, WIDTH, model
 from tests.ranks import ranks

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import recompute_activations
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, recompute_activations
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.modules.memory.counting import peak_of
 from tests.ranks import ranks
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.utils import (
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
     linear_cross_entropy,
     offload_activations,
     recompute_activations,

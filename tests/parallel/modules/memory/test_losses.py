@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import linear_cross_entropy
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, linear_cross_entropy
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.modules.memory.counting import peak_of
 from tests.ranks import ranks
 

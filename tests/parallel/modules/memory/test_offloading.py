@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import offload_activations, recompute_activations
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    offload_activations,
+    recompute_activations,
+)
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.modules.memory.test_activations import stack
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 

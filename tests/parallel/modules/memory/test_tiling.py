@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import recompute_activations, step_in_backward, tile_mlp
+from meshwright import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    recompute_activations,
+    step_in_backward,
+    tile_mlp,
+)
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.modules.memory.counting import peak_of
 from tests.ranks import ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.parallel.replicas.offload.training import Stack
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
-from accelerate.utils import OffloadConfig
+from meshwright import Accelerator, OffloadConfig
 from tests.accelerator.planning.test_memory_limit import limited
 from tests.parallel.replicas.offload.training import Stack, assert_bit_equal, train
 from tests.simulated_accelerator import run_on_a_simulated_accelerator, set_delays

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.parallel.replicas.offload.training import Stack
 from tests.simulated_accelerator import on_a_simulated_accelerator, run_on_a_simulated_accelerator, set_delays
 from tests.simulated_accelerator.faults import moves_in_place

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.errors import UnsupportedSettingError
-from accelerate.utils import OffloadConfig
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, OffloadConfig
+from meshwright.errors import UnsupportedSettingError
 from tests.parallel.replicas.offload.training import Stack, assert_bit_equal, train
 from tests.ranks import run_on_ranks
 from tests.simulated_accelerator import (
@@ -239,7 +238,7 @@ def test_a_copy_of_a_prepared_model_does_not_compute_with_the_weights_of_the_ori
 
 
 def test_the_command_line_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_OFFLOAD_TRAINING", "host")
+    monkeypatch.setenv("MESHWRIGHT_OFFLOAD_TRAINING", "host")
     assert Accelerator().settings.offload == OffloadConfig(placement="host")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from accelerate import Accelerator
+from meshwright import Accelerator
 from tests.simulated_accelerator.faults import moves_in_place
 
 WIDTH = 16

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import (
+from meshwright import (
+    Accelerator,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    ParallelismConfig,
     PipelineConfig,
     TorchTensorParallelConfig,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate.accelerator.planning.tracing.host.devices import AbsentDevices, present
+from meshwright.accelerator.planning.tracing.host.devices import AbsentDevices, present
 from tests.accelerator.planning.tracing.traced import trace_of
 
 

@@ -1,0 +1,24 @@
+"""The published module `accelerate.accelerator`."""
+
+import torch as torch
+
+from meshwright.accelerator import Accelerator as Accelerator
+from meshwright.published import publish as _publish
+
+from . import data_loader as data_loader, optimizer as optimizer, scheduler as scheduler, state as state, utils as utils
+from .data_loader import prepare_data_loader as prepare_data_loader
+from .parallelism_config import ParallelismConfig as ParallelismConfig
+from .state import AcceleratorState as AcceleratorState
+from .utils.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from .utils.dataclasses import (
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    TorchDynamoPlugin as TorchDynamoPlugin,
+)
+from .utils.fsdp_utils import (
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+)
+from .utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+
+_publish(__name__)

@@ -1,1 +1,0 @@
-"""Verbs that run a script several times and compare the results."""

@@ -1,1 +1,0 @@
-"""The script that `accelerate test` launches. Start with `script`."""

@@ -1,1 +1,0 @@
-"""The members of a run under `accelerate launch --survive`: replicas that come and go. Start with `events`."""

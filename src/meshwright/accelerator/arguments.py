@@ -1,0 +1,94 @@
+"""Read the arguments of `Accelerator`: handlers of each class once, and arguments that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+from ..config.enums import DynamoBackend
+from ..config.environment import VERIFY_FOLDER, read
+from ..config.origins import NOT_YET
+from ..config.plugins.compilation import TorchDynamoPlugin
+from ..config.plugins.handlers import KwargsHandler
+from ..config.settings import TrainingSettings
+from ..errors import UnsupportedSettingError
+from ..parallel.base import Strategy
+
+H = TypeVar("H", bound=KwargsHandler)
+
+
+class Handlers:
+    """The `kwargs_handlers` argument: at most one handler of each class, and none that nothing reads."""
+
+    def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
+        self._by_type: dict[type, KwargsHandler] = {}
+        for handler in handlers:
+            if not isinstance(handler, KwargsHandler):
+                raise TypeError(
+                    f"Unsupported kwargs handler passed: {handler!r}. kwargs_handlers takes objects such as "
+                    "DistributedDataParallelKwargs(...)."
+                )
+            if type(handler) in self._by_type:
+                raise ValueError(f"You can only pass one {type(handler).__name__} in `kwargs_handlers`: there are two.")
+            self._by_type[type(handler)] = handler
+
+    def take(self, kind: type[H]) -> H | None:
+        """Return the handler of a class, which is then read."""
+        return cast("H | None", self._by_type.pop(kind, None))
+
+    def refuse_rest(self) -> None:
+        """Raise for a handler that nothing has read."""
+        for kind in self._by_type:
+            raise UnsupportedSettingError(f"kwargs_handlers=[{kind.__name__}()]", NOT_YET, "Leave it out.")
+
+
+def one_of(deepspeed_plugin: Any, deepspeed_plugins: Any) -> Any:
+    """Return the DeepSpeed plugins, which are given in one of two arguments."""
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise ValueError(
+            "Accelerator was given deepspeed_plugin and deepspeed_plugins: pass all of them in deepspeed_plugins."
+        )
+    return deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+
+
+def compilation_in_code(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin | None:
+    """Return how `prepare` compiles models, by one of two arguments; None where neither is given."""
+    if backend is None:
+        return plugin
+    if plugin is not None:
+        raise ValueError(
+            "Accelerator was given dynamo_backend and a dynamo_plugin: give the backend in one place, "
+            "TorchDynamoPlugin(backend=...)."
+        )
+    return TorchDynamoPlugin(backend=backend)
+
+
+def settings_of_run(settings: TrainingSettings) -> TrainingSettings:
+    """Return the settings as given, or those of a run that `meshwright check --mesh` compares."""
+    if read(VERIFY_FOLDER) is None:
+        return settings
+    from .verification.script import adapted  # hardly any run asks for it
+
+    return adapted(settings)
+
+
+def strategy_of_run(strategy: Strategy) -> Strategy:
+    """Return the strategy as given, or that of a run that `meshwright check --mesh` compares."""
+    if read(VERIFY_FOLDER) is None:
+        return strategy
+    from .verification.script import adapted_strategy
+
+    return adapted_strategy(strategy)
+
+
+def placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool | None]:
+    """Return one choice of placement for each object of `prepare`."""
+    placements = [None] * len(objects) if given is None else given
+    if len(placements) != len(objects):
+        raise ValueError(
+            f"`device_placement` should be a list with {len(objects)} elements, one for each object, but it has "
+            f"{len(placements)}."
+        )
+    return placements

@@ -1,0 +1,1 @@
+"""The `meshwright` command: one file per verb."""

@@ -1,0 +1,1 @@
+"""`meshwright check`: look for mistakes in a script, or in what it is made of."""

@@ -1,0 +1,107 @@
+"""Find runs: every `metrics.jsonl` in or below some folders, each with a short name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ....errors import InvalidDataError
+from .. import ReportError
+from .reading import Run
+
+FILE_NAME = "metrics.jsonl"
+
+
+class Runs:
+    """All runs in some folders. `update` finds runs that appear later."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self._by_file: dict[Path, Run] = {}
+        self._next_search = 0.0
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._by_file.values())
+
+    def __len__(self) -> int:
+        return len(self._by_file)
+
+    def update(self) -> bool:
+        """Find new runs, read new records, and return whether there were any."""
+        began = time.monotonic()
+        if began >= self._next_search:
+            self._search()
+            # A slow search, in many folders or over a network, is done less often.
+            self._next_search = time.monotonic() + 10 * (time.monotonic() - began)
+        return sum(read_appended(run) for run in self) > 0
+
+    def _search(self) -> None:
+        found = find_files(self.paths)
+        self._by_file = {file: self._by_file.get(file) or Run(file) for file in found}
+        for run, name in zip(self, short_names([file.parent for file in found]), strict=True):
+            run.name = name
+
+
+def read_appended(run: Run) -> bool:
+    """Read what was appended to a run, and return whether there was anything; raise ReportError if it fails."""
+    try:
+        return run.update()
+    except FileNotFoundError:  # deleted since it was found
+        return False
+    except OSError as error:
+        raise ReportError(f"{run.file} cannot be read: {error.strerror or error}.") from None
+    except InvalidDataError as error:
+        raise ReportError(f"{error}.") from None
+
+
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files of all runs in some paths: the files themselves, or folders that contain them at any depth."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path.is_file():
+            found.setdefault(os.path.realpath(path), path)
+            continue
+        for folder, below, files in os.walk(path):
+            below.sort()
+            file = Path(folder, FILE_NAME)
+            if FILE_NAME in files and file.is_file():  # and not a pipe
+                found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest unique suffix of each folder's path."""
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    names: list[str] = []
+    endings: dict[int, Counter[tuple[str, ...]]] = {}
+    for mine in parts:
+        length = 1
+        while length < len(mine):
+            if length not in endings:
+                endings[length] = Counter(other[-length:] for other in parts)
+            if endings[length][mine[-length:]] == 1:
+                break
+            length += 1
+        names.append("/".join(mine[-length:]))
+    return names
+
+
+def read_runs(paths: Sequence[Path]) -> Runs:
+    """Read all runs in some folders; raise ReportError if there are none."""
+    for path in paths:
+        if not path.exists():
+            raise ReportError(
+                f"there is no folder {path}. Name the folder of a run, or one above it: with "
+                'log_with="jsonl", runs are written to <logging_dir or "runs">/<project>/<run>.'
+            )
+    runs = Runs(paths)
+    runs.update()
+    if not len(runs):
+        raise ReportError(
+            f"no {FILE_NAME} in {', '.join(map(str, paths))} or below. Runs write it with "
+            'Accelerator(log_with="jsonl"), init_trackers("my_project") and log({"loss": loss}, step=step).'
+        )
+    return runs

@@ -1,0 +1,1 @@
+"""The settings of `meshwright launch`: options, YAML files, the command line. Start with `options`."""

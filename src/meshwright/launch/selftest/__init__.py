@@ -1,0 +1,1 @@
+"""The script that `meshwright test` launches. Start with `script`."""

@@ -1,0 +1,162 @@
+"""An epoch that is continued in its middle gives every rank what the epoch without an interruption gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from meshwright import Accelerator, DataLoaderConfiguration
+from tests.data.worlds import Data
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # streams are read on, ranks may be uneven
+
+Steps = list[tuple[Any, list[int] | None, bool]]
+
+
+class Texts(Dataset[Any]):
+    """Rows that cannot be joined to a tensor."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": index, "text": f"text {index}", "ragged": [index] * (index % 3)}
+
+
+class ReusableStream(IterableDataset[int]):
+    """Numbers with a state, which every iteration begins anew unless a state was loaded."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.position, self.loaded = n, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.loaded = self.loaded, 0
+        for number in range(start, self.n):
+            self.position = number + 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["position"]
+
+
+def as_lists(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": torch.tensor([row["id"] for row in rows]), "rows": rows}
+
+
+def map_style(**options: Any) -> Callable[[int, int], DataLoader[Any]]:
+    return lambda n, size: Data(n=n, batch_size=size, **options).plain()
+
+
+def texts(n: int, size: int) -> DataLoader[Any]:
+    return DataLoader(Texts(n), batch_size=size, shuffle=True, collate_fn=as_lists)
+
+
+def stream_with_a_state(n: int, size: int) -> DataLoader[Any]:
+    return DataLoader(ReusableStream(n), batch_size=size)
+
+
+def distributed_sampler(n: int, size: int) -> DataLoader[Any]:
+    return DataLoader(range(n), batch_size=size, sampler=DistributedSampler(range(n), shuffle=True))
+
+
+def own_subset(n: int, size: int) -> DataLoader[Any]:
+    """Rank 0 has most of the data, so that the others end early."""
+    accelerator = Accelerator(cpu=True)
+    own = range(n * 2 // 3) if accelerator.is_main_process else range(n * 2 // 3, n)
+    return DataLoader(Subset(range(n), list(own)), batch_size=size, shuffle=True)
+
+
+PLAIN = {
+    "map": map_style(),
+    "shuffled": map_style(shuffle=True),
+    "opaque": map_style(kind="opaque"),
+    "sampler of batches": map_style(kind="sampler of batches", shuffle=True),
+    "texts": texts,
+    "stream": map_style(kind="stream"),
+    "stream of batches": map_style(kind="stream of batches"),
+    "stateful stream": stream_with_a_state,
+    "distributed sampler": distributed_sampler,
+    "own subset": own_subset,
+}
+SPLIT = ("map", "shuffled", "opaque", "texts", "stream", "stateful stream")
+STATEFUL = ("shuffled", "texts", "stream", "stateful stream")
+DIVIDED = ("distributed sampler", "own subset")
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def read(loader: Any, limit: int | None = None) -> Steps:
+    """Return this rank's batches, how many samples of each rank are real, and whether the batch is the last."""
+    steps: Steps = []
+    for batch in loader:
+        partial = loader.partial_round
+        steps.append((plain(batch), None if partial is None else partial.counts, loader.end_of_dataloader))
+        if len(steps) == limit:
+            break
+    return steps
+
+
+def check(kind: str, n: int, world_size: int, **options: Any) -> None:
+    split = options.get("split_batches", False)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+    def prepared() -> Any:
+        torch.manual_seed(5)
+        return accelerator.prepare(PLAIN[kind](n, 2 * world_size if split else 2))
+
+    whole = read(prepared())
+    assert whole[-1][2]
+    for stop in range(1, len(whole)):
+        begun = prepared()
+        assert read(begun, limit=stop) == whole[:stop], (kind, n, options, stop)
+        state = copy.deepcopy(begun.state_dict())
+        continued = prepared()
+        continued.load_state_dict(state)
+        torch.manual_seed(stop)  # what was drawn since then is restored by a checkpoint, and is no matter here
+        if stop + 1 < len(whole):  # and once more, from a position of the continued epoch
+            assert read(continued, limit=1) == whole[stop : stop + 1], (kind, n, options, stop)
+            state = copy.deepcopy(continued.state_dict())
+            continued = prepared()
+            continued.load_state_dict(state)
+            stop += 1
+        assert read(continued) == whole[stop:], (kind, n, options, stop, "continued")
+        assert read(accelerator.skip_first_batches(prepared(), stop)) == whole[stop:], (kind, n, options, stop)
+
+
+@pytest.mark.parametrize("dispatch", [False, True], ids=["shards", "dispatched"])
+@ranks(2, 3)
+def test_the_rest_of_an_epoch_is_the_same_after_a_resume(dispatch: bool, world_size: int) -> None:
+    for n in (world_size * 8, world_size * 8 + 1, world_size * 8 + 2 * world_size - 1):
+        for kind in PLAIN:
+            if not (dispatch and kind in DIVIDED):
+                check(kind, n, world_size, dispatch_batches=dispatch)
+        for kind in SPLIT:
+            check(kind, n, world_size, dispatch_batches=dispatch, split_batches=True)
+        check("shuffled", n, world_size, dispatch_batches=dispatch, use_seedable_sampler=True)
+        check("shuffled", n, world_size, dispatch_batches=dispatch, constant_memory_shuffle=True)
+
+
+@pytest.mark.parametrize("dispatch", [False, True], ids=["shards", "dispatched"])
+@ranks(2)
+def test_the_rest_of_an_epoch_of_torchdatas_loader_is_the_same_after_a_resume(dispatch: bool, world_size: int) -> None:
+    pytest.importorskip("torchdata")
+    for kind in STATEFUL:
+        for split in (False, True):
+            check(kind, 17, world_size, dispatch_batches=dispatch, split_batches=split, use_stateful_dataloader=True)
