@@ -50,7 +50,7 @@ PLACES = [
     "precision",
     "runtime/collectives",
     "scheduler.py",
-    "watch/meter",
+    "tools/meter",
 ]
 """The modules where numbers are made."""
 

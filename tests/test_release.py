@@ -86,7 +86,7 @@ def test_the_wheel_has_the_package_and_its_door_and_nothing_else(released: dict[
         "meshwright",
         *(name for name in DOOR if "/" not in name),
     }
-    assert names >= {"meshwright/py.typed", "meshwright/commands/views/page/assets/page.html", *DOOR}
+    assert names >= {"meshwright/py.typed", "meshwright/tools/report/page/assets/page.html", *DOOR}
 
 
 def test_the_sdist_builds_the_same_wheel(released: dict[str, Path], tmp_path: Path) -> None:

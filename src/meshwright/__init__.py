@@ -91,7 +91,7 @@ _HOME_OF = {
     "pad_across_processes": "runtime.collectives.operations",
     "patch_environment": "config.environment",
     "prepare_pippy": "inference.pipeline",
-    "ray_launcher": "launch.ray.launcher",
+    "ray_launcher": "tools.clusters.ray.launcher",
     "recompute_activations": "parallel.modules.memory.activations",
     "recursively_apply": "runtime.collectives.nested",
     "reduce": "runtime.collectives.operations",
@@ -224,9 +224,6 @@ if TYPE_CHECKING:
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
     )
-    from .launch.ray.launcher import (
-        ray_launcher as ray_launcher,
-    )
     from .local_sgd import (
         LocalSGD as LocalSGD,
     )
@@ -305,6 +302,9 @@ if TYPE_CHECKING:
     from .state import (
         AcceleratorState as AcceleratorState,
         PartialState as PartialState,
+    )
+    from .tools.clusters.ray.launcher import (
+        ray_launcher as ray_launcher,
     )
     from .tracking.general import (
         GeneralTracker as GeneralTracker,

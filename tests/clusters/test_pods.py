@@ -12,8 +12,8 @@ import yaml
 
 from meshwright.config.launch.settings import LaunchSettings
 from meshwright.errors import REQUEUE_EXIT_CODE
-from meshwright.launch.machines.manifests.job import Job, text_of
-from meshwright.launch.machines.manifests.kubernetes import documents
+from meshwright.tools.clusters.job import Job, text_of
+from meshwright.tools.clusters.kubernetes import documents
 from tests.clusters.machines import ACCELERATE, Machine, Running, machines, until, why_not
 from tests.timing import limit
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comparison.records import Run
-from meshwright.comparison.runs import Runner, Side, our_side, published_side
-from meshwright.comparison.verdict import first_difference
+from meshwright.tools.compare.records import Run
+from meshwright.tools.compare.runs import Runner, Side, our_side, published_side
+from meshwright.tools.compare.verdict import first_difference
 from tests.launching import environment
 
 REFERENCE = os.environ.get("MESHWRIGHT_REFERENCE_PYTHON", "")

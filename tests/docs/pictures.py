@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pexpect
 
-from tests.commands.views.browser import Browser
+from tests.tools.report.browser import Browser
 
 from .terminal import draw
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from tests.commands.views.browser import PROGRAM, Browser
+from tests.tools.report.browser import PROGRAM, Browser
 
 from .pages import ROOT, ROOT_PAGES, name_of
 

@@ -28,11 +28,11 @@ from meshwright.checkpoint.formats import codec, dcp as tables, objects
 from meshwright.checkpoint.formats.pickles import interpret, require
 from meshwright.checkpoint.layout import CommitRecord, FileFacts
 from meshwright.checkpoint.storage.memory import CopyRecord
-from meshwright.commands.views.runs.reading import Run, describe_lost
 from meshwright.errors import InvalidDataError
 from meshwright.inference.offload.weights import SafetensorsFile
 from meshwright.launch.machines import preflight
 from meshwright.runtime.membership.events import Event, Note
+from meshwright.tools.report.runs.reading import Run, describe_lost
 from meshwright.untrusted import build, parse_json, parse_yaml
 
 from .mutating import damaged, program

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright import Accelerator, GeneralTracker, ProjectConfiguration
-from meshwright.commands.views.runs.finding import read_runs
+from meshwright.tools.report.runs.finding import read_runs
 from meshwright.tracking import MLflowTracker
 
 from .stores import offline, resumed_script

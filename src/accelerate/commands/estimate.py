@@ -1,6 +1,6 @@
 """The published module `accelerate.commands.estimate`."""
 
-from meshwright.commands.models.estimate_memory import (
+from meshwright.commands.estimate_memory import (
     estimate_command as estimate_command,
     estimate_command_parser as estimate_command_parser,
     main as main,

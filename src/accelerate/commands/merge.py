@@ -1,6 +1,6 @@
 """The published module `accelerate.commands.merge`."""
 
-from meshwright.commands.models.merge_weights import (
+from meshwright.commands.merge_weights import (
     main as main,
     merge_command as merge_command,
     merge_command_parser as merge_command_parser,

@@ -67,16 +67,16 @@ from ..runtime.devices.memory import release_memory
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, settings_of_first
+from ..tools.fit.methods import FittingMethods
 from .accumulation import window_of
 from .arguments import Handlers, compilation_in_code, one_of, placements_of, settings_of_run, strategy_of_run
 from .checkpoint_methods import CheckpointMethods
-from .fitting.methods import FittingMethods
 from .tracking_methods import TrackingMethods
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpointer import Checkpointer
+    from ..tools.verify.comparing.comparison import Comparison
     from ..tracking.trackers import Trackers
-    from .verification.comparing.comparison import Comparison
 
 logger = get_logger(__name__)
 
@@ -243,11 +243,11 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         if read(TRACE_FOLDER) is not None:
             self._trace_backward()
         if read_setting("check"):
-            from .verification.checking import check
+            from ..tools.check import check
 
             check(self)
         if read(VERIFY_FOLDER) is not None:
-            from .verification.script import record
+            from ..tools.verify.script import record
 
             record(self)
 
@@ -659,7 +659,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             max_norm: The largest norm of gradients; None does not clip.
             sequence_dim: The dimension in which tensors of a batch are cut along `cp` or `sp`.
         """
-        from .verification.model import Training
+        from ..tools.verify.model import Training
 
         return Training(make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim).verify(self)
 

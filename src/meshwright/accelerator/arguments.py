@@ -69,7 +69,7 @@ def settings_of_run(settings: TrainingSettings) -> TrainingSettings:
     """Return the settings as given, or those of a run that `meshwright check --mesh` compares."""
     if read(VERIFY_FOLDER) is None:
         return settings
-    from .verification.script import adapted  # hardly any run asks for it
+    from ..tools.verify.script import adapted  # hardly any run asks for it
 
     return adapted(settings)
 
@@ -78,7 +78,7 @@ def strategy_of_run(strategy: Strategy) -> Strategy:
     """Return the strategy as given, or that of a run that `meshwright check --mesh` compares."""
     if read(VERIFY_FOLDER) is None:
         return strategy
-    from .verification.script import adapted_strategy
+    from ..tools.verify.script import adapted_strategy
 
     return adapted_strategy(strategy)
 

@@ -14,8 +14,8 @@ from .process_methods import ProcessMethods
 if TYPE_CHECKING:
     from ..runtime.loop.gradient_state import GradientState
     from ..runtime.loop.run_bar import RunBar
+    from ..tools.meter.meter import Meter
     from ..tracking.trackers import Trackers
-    from ..watch.meter.meter import Meter
 
 
 class TrackingMethods(ProcessMethods):
@@ -117,7 +117,7 @@ class TrackingMethods(ProcessMethods):
         Raises:
             ValueError: if it runs already, and is given other arguments.
         """
-        from ..watch.meter.meter import Meter, Options, Place
+        from ..tools.meter.meter import Meter, Options, Place
 
         options = Options(
             tokens=tokens, steps=steps, flops_per_sample=flops_per_sample, peak_flops=peak_flops, log_every=log_every
@@ -177,7 +177,7 @@ class TrackingMethods(ProcessMethods):
 
     def _show_progress(self, bar: RunBar, loader: Any, epochs: int | None, seen: int, ended: bool = False) -> None:
         """Update the bar: batches of the epoch, or of all epochs; of a stream, the `seen` ones of this epoch."""
-        from ..watch.meter.meter import position_of
+        from ..tools.meter.meter import position_of
 
         position = position_of(loader)
         if position is None:
@@ -214,7 +214,7 @@ class TrackingMethods(ProcessMethods):
         return self.strategy.num_data_ranks / self.num_processes if member is None else 1 / member.shards
 
     def _peak_flops(self) -> float | None:
-        from .planning.timing.devices import peak_flops
+        from ..tools.plan.timing.devices import peak_flops
 
         dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}.get(self.mixed_precision)
         if dtype is None:

@@ -15,13 +15,7 @@ from ..launch.processes.worker import open_closed_streams
 from ..program import pass_on_program_name, program_name
 
 MODULE_OF = {
-    "check": ".check.check",
-    "estimate-memory": ".models.estimate_memory",
-    "merge-weights": ".models.merge_weights",
-    "plan": ".models.plan",
-    "report": ".views.report",
     "tpu-config": ".config.tpu",
-    "watch": ".views.watch",
 }
 """Where a verb is implemented, if not in a module of its own name."""
 _RUN_SCRIPTS = ("check", "estimate-memory", "launch", "plan")

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ..config.launch.options import OPTIONS, spellings
 from ..config.launch.parser import explicit_options, verb_parser
 from ..errors import InvalidDataError
+from ..launch.arguments import add_launch_options, add_script, launch_flags
 from ..program import program_name
 from ..temporary import temporary_folder
-from .launch import add_launch_options, add_script, launch_flags
 
 if TYPE_CHECKING:
-    from ..comparison.records import Run
-    from ..comparison.runs import Runner, Side
-    from ..comparison.verdict import Verdict
+    from ..tools.compare.records import Run
+    from ..tools.compare.runs import Runner, Side
+    from ..tools.compare.verdict import Verdict
 
 _DESCRIPTION = (
     "Run the first steps of a script under the installed accelerate 1.x and under this library, in turn, and show them "
@@ -80,7 +80,7 @@ def _numbers(words: str) -> tuple[int, ...]:
 
 def compare_command(args: argparse.Namespace) -> None:
     """Compare, print the result, and exit with the code that says it."""
-    from ..comparison.runs import CannotCompareError
+    from ..tools.compare.runs import CannotCompareError
 
     # The runs have sessions of their own: they end with this process only if it can end them.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -93,9 +93,9 @@ def compare_command(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ..comparison.runs import Runner, our_side, published_side
-    from ..comparison.text import page_of
-    from ..comparison.verdict import judge
+    from ..tools.compare.runs import Runner, our_side, published_side
+    from ..tools.compare.text import page_of
+    from ..tools.compare.verdict import judge
 
     flags = launch_flags(args)
     options = explicit_options(args, OPTIONS)
@@ -161,7 +161,7 @@ def _all_runs(
 
 
 def _require_one_machine(options: dict[str, Any]) -> None:
-    from ..comparison.runs import CannotCompareError
+    from ..tools.compare.runs import CannotCompareError
 
     if "num_processes" in options:
         raise CannotCompareError("--num_processes has no effect here. Give --processes 1,2: each is compared.")
@@ -187,7 +187,7 @@ def _machine() -> tuple[bool, str]:
 
 def _require_packages(runs: tuple[list[Run], list[Run]], names: tuple[str, str]) -> None:
     """Raise if a script has imported the other package: then nothing was compared."""
-    from ..comparison.runs import CannotCompareError
+    from ..tools.compare.runs import CannotCompareError
 
     for side, name, is_ours in zip(runs, names, (False, True), strict=True):
         found = {rank.start.accelerate for run in side for rank in run.ranks} - {None}

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.launch.parser import verb_parser
+from ..launch.arguments import LAUNCHER, add_launch_options, launch_flags
 from ..program import program_name
 from ..temporary import temporary_folder
 from ..untrusted import parse_object
 from .env import facts_as_text
-from .launch import LAUNCHER, add_launch_options, launch_command, launch_command_parser, launch_flags
+from .launch import launch_command, launch_command_parser
 
 if TYPE_CHECKING:
-    from ..launch.selftest.report import Drill
+    from ..tools.selftest.report import Drill
 
-_MODULE = "meshwright.launch.selftest.script"
+_MODULE = "meshwright.tools.selftest.script"
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -53,7 +54,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     """Run everything, write the report, and return the exit code."""
-    from ..launch.selftest.report import as_markdown
+    from ..tools.selftest.report import as_markdown
 
     if not args.report.parent.is_dir():
         raise SystemExit(f"--report {args.report}: there is no folder {args.report.parent}. Create it first.")
@@ -78,7 +79,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _hang_drill(flags: list[str], culprit: int) -> Drill:
     """Let the last rank make a call that the others do not make; the run must end, and name it."""
-    from ..launch.selftest.hang import DRILL_SECONDS, SCRIPT, drill
+    from ..tools.selftest.hang import DRILL_SECONDS, SCRIPT, drill
 
     environment = os.environ | {"MESHWRIGHT_HANG_SECONDS": str(DRILL_SECONDS)}
     with temporary_folder("test") as folder:

@@ -20,13 +20,14 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from meshwright.commands.config import building, cluster, get_config_parser, load_config_from_file, main as verb_main
+from meshwright.commands.config import cluster, get_config_parser, load_config_from_file, main as verb_main
 from meshwright.commands.config.config import main as config_main
-from meshwright.commands.config.config_args import ClusterConfig, SageMakerConfig
 from meshwright.commands.config.default import write_basic_config
 from meshwright.commands.config.update import update_config
 from meshwright.config.enums import DistributedType
+from meshwright.config.launch.cluster_config import ClusterConfig, SageMakerConfig
 from meshwright.config.launch.files import read_config
+from meshwright.launch import config_files
 from meshwright.runtime.devices import device as devices
 from tests.timing import limit
 
@@ -59,7 +60,7 @@ BASIC = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the default file out of the home directory; no machine of a test has accelerators."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(config_files, "count_accelerators", lambda: 0)
     monkeypatch.setattr(cluster, "count_accelerators", lambda: 0)
     return tmp_path
 
@@ -70,7 +71,7 @@ def file(home: Path) -> Path:
 
 
 def accelerators(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "cuda") -> None:
-    for module in (building, cluster):
+    for module in (config_files, cluster):
         monkeypatch.setattr(module, "count_accelerators", lambda: number)
     monkeypatch.setattr(devices, "default_device", lambda: torch.device(kind))
     monkeypatch.setattr(devices, "supports_low_precision", lambda device, dtype: True)
@@ -223,13 +224,13 @@ def test_accelerators_that_are_here(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], told: dict[str, Any]
 ) -> None:
     accelerators(monkeypatch, 4, "xpu")
-    contents = building.config_from_options(flags).to_dict()
+    contents = config_files.config_from_options(flags).to_dict()
     assert {key: contents[key] for key in told} == told
 
 
 @pytest.mark.parametrize("flags", [{"multi_gpu": True}, {"gpu_ids": "all"}])
 def test_a_file_for_a_machine_with_accelerators_can_be_written_on_one_without(flags: dict[str, Any]) -> None:
-    contents = building.config_from_options(flags).to_dict()
+    contents = config_files.config_from_options(flags).to_dict()
     assert (contents["distributed_type"], contents["num_processes"], contents["use_cpu"]) == ("MULTI_GPU", -1, False)
 
 
@@ -398,15 +399,15 @@ def test_a_wrong_distributed_type_is_refused() -> None:
     ],
 )
 def test_a_file_can_be_said_by_flags(file: Path, flags: dict[str, Any], command: str) -> None:
-    building.config_from_options(flags).to_yaml_file(file)
-    assert building.launch_by_flags(read_config(file)) == f"meshwright launch {command} train.py"
+    config_files.config_from_options(flags).to_yaml_file(file)
+    assert config_files.launch_by_flags(read_config(file)) == f"meshwright launch {command} train.py"
 
 
 @pytest.mark.parametrize("path", WRITTEN_BY_1_15, ids=lambda path: path.name)
 def test_the_flags_of_a_file_are_flags_of_launch(path: Path) -> None:
     from meshwright.commands.launch import launch_command_parser
 
-    words = building.launch_by_flags(read_config(path)).split()
+    words = config_files.launch_by_flags(read_config(path)).split()
     parsed = launch_command_parser().parse_args(words[2:])
     assert parsed.training_script == "train.py"
 
@@ -586,8 +587,8 @@ def test_accelerate_1_15_reads_our_files_as_we_read_its(tmp_path: Path) -> None:
         "fp8": {"mixed_precision": "fp8", "fp8_backend": "te", "dynamo_backend": "inductor"},
     }
     for name, flags in ours.items():
-        building.config_from_options(flags).to_yaml_file(tmp_path / f"{name}.yaml")
-    building.config_from_options({}).to_json_file(tmp_path / "basic.json")
+        config_files.config_from_options(flags).to_yaml_file(tmp_path / f"{name}.yaml")
+    config_files.config_from_options({}).to_json_file(tmp_path / "basic.json")
     paths = [*map(str, WRITTEN_BY_1_15), *map(str, sorted(tmp_path.glob("*.*")))]
     code = "import json, sys; from accelerate.commands.config import load_config_from_file as load\n"
     code += "print(json.dumps([load(path).to_dict() for path in sys.argv[1:]]))"

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
-from meshwright.commands.views.runs.finding import read_runs
-from meshwright.commands.views.runs.moments import newest_windows
-from meshwright.commands.views.runs.replicas import read_changes
+from meshwright.tools.report.runs.finding import read_runs
+from meshwright.tools.report.runs.moments import newest_windows
+from meshwright.tools.report.runs.replicas import read_changes
 from tests.launching import end_tree, run_accelerate, run_script, start_accelerate
 from tests.sizes import sized
 

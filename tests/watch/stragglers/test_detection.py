@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright import Accelerator
-from meshwright.commands.views.runs.finding import read_runs
-from meshwright.commands.views.terminal.ranks import Ranks, watched_run
 from meshwright.runtime import phases
 from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
+from meshwright.tools.report.runs.finding import read_runs
+from meshwright.tools.report.terminal.ranks import Ranks, watched_run
 from meshwright.watch.stragglers.detection import CONSECUTIVE, Finding, StragglerDetector, Window, slow_ranks
 from meshwright.watch.stragglers.exchange import Exchange
 from meshwright.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack

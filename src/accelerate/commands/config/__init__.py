@@ -1,7 +1,7 @@
 """The published module `accelerate.commands.config`."""
 
 from meshwright.commands.config import get_config_parser as get_config_parser, main as main
-from meshwright.commands.config.config_args import default_config_file as default_config_file
+from meshwright.config.launch.cluster_config import default_config_file as default_config_file
 from meshwright.published import publish as _publish
 
 from .config import config_command_parser as config_command_parser

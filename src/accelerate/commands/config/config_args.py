@@ -1,6 +1,6 @@
 """The published module `accelerate.commands.config.config_args`."""
 
-from meshwright.commands.config.config_args import (
+from meshwright.config.launch.cluster_config import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,
     SageMakerConfig as SageMakerConfig,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...config.launch.cluster_config import default_config_file, load_config_from_file
 from ...config.launch.parser import GIVEN
 from ...program import program_name
 from .config import config_command_parser
-from .config_args import default_config_file, load_config_from_file
 from .default import default_command_parser
 from .update import update_command_parser
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.launch.cluster_config import ClusterConfig
 from ...config.launch.options import AWS
+from ...launch.config_files import config_from_options
 from ...launch.devices import count_accelerators, count_cores
 from ...program import program_name
 from . import asking
-from .building import config_from_options
-from .config_args import ClusterConfig
 
 _NOT_YET = "not in this version yet"
 _PRECISIONS = {

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...config.launch.cluster_config import ClusterConfig
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import spellings
 from ...config.launch.parser import explicit_options, verb_parser
+from ...launch.config_files import FLAGS, launch_by_file, launch_by_flags, launch_problems
 from ...program import program_name
-from .building import FLAGS, launch_by_file, launch_by_flags, launch_problems
-from .config_args import ClusterConfig
 from .default import add_writing_flags, write_by_flags
 from .errors import exit_on_errors, print_error
 

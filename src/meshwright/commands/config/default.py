@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ...config.launch.cluster_config import default_json_config_file
 from ...config.launch.files import default_config_path, read_config, write_config
 from ...config.launch.options import BY_NAME, spellings
 from ...config.launch.parser import add_options, explicit_options
+from ...launch.config_files import FLAGS, config_from_options, launch_by_file, launch_problems
 from ...program import program_name
-from .building import FLAGS, config_from_options, launch_by_file, launch_problems
-from .config_args import default_json_config_file
 from .errors import exit_on_errors, print_error
 
 _DESCRIPTION = "Write a configuration file without questions, from the hardware of this machine and the given flags."

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...config.launch.cluster_config import config_class_of, config_of, keys_of, remarks_on
 from ...config.launch.files import default_config_path, load_mapping, read_config, write_config
 from ...config.launch.options import spellings
-from .config_args import config_class_of, config_of, keys_of, remarks_on
 from .errors import exit_on_errors, print_error
 
 _DESCRIPTION = "Rewrite an old file with the current keys. Existing values stay; missing keys get their defaults."

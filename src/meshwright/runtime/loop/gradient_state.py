@@ -50,7 +50,7 @@ class GradientState:
     between_batches: Callable[[], None] | None = None
     """Called when the outermost loop over a loader has completed its body, before the next batch is read."""
     meter: Any = None
-    """What counts the batches of loops over prepared loaders: a `watch.meter.meter.Meter`."""
+    """What counts the batches of loops over prepared loaders: a `tools.meter.meter.Meter`."""
     _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
 
     def __getstate__(self) -> dict[str, Any]:

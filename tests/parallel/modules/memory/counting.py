@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.accelerator.planning.counted import Counter
+from tests.tools.plan.counted import Counter
 
 
 def peak_of(function: Callable[[], object]) -> int:

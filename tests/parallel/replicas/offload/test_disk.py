@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from meshwright import Accelerator, OffloadConfig
-from tests.accelerator.planning.test_memory_limit import limited
 from tests.parallel.replicas.offload.training import Stack, assert_bit_equal, train
 from tests.simulated_accelerator import run_on_a_simulated_accelerator, set_delays
 from tests.simulated_accelerator.faults import delays
+from tests.tools.plan.test_memory_limit import limited
 
 __all__ = ["limited"]
 

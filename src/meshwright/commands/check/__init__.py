@@ -1,1 +1,0 @@
-"""`meshwright check`: look for mistakes in a script, or in what it is made of."""

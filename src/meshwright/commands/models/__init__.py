@@ -1,1 +1,0 @@
-"""Verbs about the files of a model: its memory, its shards."""
