@@ -39,6 +39,7 @@ _HOME_OF = {
     "GradientState": "runtime.loop.gradient_state",
     "HugeRandomSampler": "data.order.orders",
     "InitProcessGroupKwargs": "config.plugins.handlers",
+    "Instrument": "instruments",
     "KwargsHandler": "config.plugins.handlers",
     "LocalSGD": "local_sgd",
     "LoggerType": "config.enums",
@@ -95,8 +96,8 @@ _HOME_OF = {
     "recompute_activations": "parallel.modules.memory.activations",
     "recursively_apply": "runtime.collectives.nested",
     "reduce": "runtime.collectives.operations",
-    "remove_hook_from_submodules": "inference.offload.hooks",
     "release_memory": "runtime.devices.memory",
+    "remove_hook_from_submodules": "inference.offload.hooks",
     "save": "checkpoint.formats.saving",
     "send_to_device": "runtime.collectives.nested",
     "set_seed": "runtime.loop.random",
@@ -219,6 +220,9 @@ if TYPE_CHECKING:
     )
     from .inference.quantized import (
         load_and_quantize_model as load_and_quantize_model,
+    )
+    from .instruments import (
+        Instrument as Instrument,
     )
     from .launch.notebook.launcher import (
         debug_launcher as debug_launcher,

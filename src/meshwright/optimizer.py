@@ -13,7 +13,6 @@ from .errors import UnsupportedSettingError
 from .errors.callers import warn
 from .parallel.base import StepTransaction, Strategy, move_optimizer_state, params_of
 from .parallel.modules.memory.stepping import early_steps_of
-from .runtime import phases
 from .runtime.collectives.nested import send_to_device
 from .runtime.group.runtime import Runtime
 from .runtime.loop.gradient_state import GradientState
@@ -121,9 +120,9 @@ class AcceleratedOptimizer(Optimizer):
         """Update the parameters, unless gradients are still accumulating."""
         if not self.gradient_state.sync_gradients or self._steps_in_backward:
             return None
-        clock = phases.clock
-        if clock is not None:
-            clock.enter(phases.STEP)
+        seen = self.gradient_state.instruments
+        for notify in seen.step_started:
+            notify(self)
         if self.before_first_step is not None:
             hook, self.before_first_step = self.before_first_step, None
             hook(self.optimizer)
@@ -137,8 +136,8 @@ class AcceleratedOptimizer(Optimizer):
         else:
             result = self._scaled_step(self.scaler, closure)
         self.steps_taken += 1
-        if clock is not None:
-            clock.optimizer_stepped()
+        for notify in seen.step_ended:
+            notify(self, self.step_was_skipped)
         return result
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:

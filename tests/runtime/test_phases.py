@@ -24,6 +24,20 @@ def slowly(count: int) -> Iterator[int]:
         yield number
 
 
+class Loader:
+    phase = DATA
+
+
+def loop(clock: PhaseClock, batches: Iterator[int], phase: int = DATA) -> Iterator[int]:
+    """Tell a clock of a loop, as a prepared loader does."""
+    clock.epoch_started(Loader)
+    for batch in batches:
+        clock.body_started(Loader, batch)
+        yield batch
+        clock.body_ended(Loader)
+    clock.epoch_ended(Loader, True)
+
+
 def steps_of(clock: PhaseClock) -> list[list[float]]:
     assert [number for number, _ in clock.rows] == list(range(len(clock.rows)))
     return [seconds for _, seconds in clock.rows]
@@ -39,7 +53,7 @@ def optimize(clock: PhaseClock) -> None:
 
 def test_a_step_ends_when_the_next_batch_is_asked_for() -> None:
     clock = PhaseClock()
-    for _ in clock.measure_batches(slowly(3), DATA):
+    for _ in loop(clock, slowly(3), DATA):
         time.sleep(2 * PAUSE)
         optimize(clock)
     first, second, third = steps_of(clock)
@@ -53,7 +67,7 @@ def test_a_step_ends_when_the_next_batch_is_asked_for() -> None:
 
 def test_micro_batches_and_several_optimizers_make_one_step() -> None:
     clock = PhaseClock()
-    for number in clock.measure_batches(slowly(6), DATA):
+    for number in loop(clock, slowly(6), DATA):
         if number % 3 == 2:
             optimize(clock)
             optimize(clock)
@@ -64,7 +78,7 @@ def test_micro_batches_and_several_optimizers_make_one_step() -> None:
 
 def test_without_an_optimizer_a_batch_is_a_step_and_without_a_loader_a_step_of_the_optimizer() -> None:
     clock = PhaseClock()
-    assert len(list(clock.measure_batches(slowly(3), DATA))) == 3
+    assert len(list(loop(clock, slowly(3), DATA))) == 3
     assert len(clock.rows) == 3
     clock = PhaseClock()
     for _ in range(3):
@@ -74,11 +88,11 @@ def test_without_an_optimizer_a_batch_is_a_step_and_without_a_loader_a_step_of_t
 
 def test_another_thread_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PhaseClock()
-    monkeypatch.setattr(phases, "clock", clock)
+    phases.start(clock)
     taken: list[int] = []
 
     def elsewhere() -> None:
-        taken.extend(clock.measure_batches(slowly(3), DATA))
+        taken.extend(loop(clock, slowly(3), DATA))
         with phases.during(SAVING):
             time.sleep(PAUSE)
 
@@ -88,6 +102,7 @@ def test_another_thread_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> No
     with phases.during(SAVING):
         time.sleep(PAUSE)
     optimize(clock)
+    phases.stop(clock)
     assert taken == [0, 1, 2]
     (seconds,) = steps_of(clock)
     assert seconds[DATA] == 0
@@ -96,7 +111,7 @@ def test_another_thread_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_not_read_does_not_pile_up() -> None:
     clock = PhaseClock()
-    for _ in clock.measure_batches(iter(range(20_000)), DATA):
+    for _ in loop(clock, iter(range(20_000)), DATA):
         pass
     assert len(clock.rows) < 10_000
     assert clock.rows[-1][0] == 19_999
@@ -133,15 +148,15 @@ def test_a_prepared_loop_is_clocked() -> None:
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
     )
-    watched, phases.clock = phases.clock, PhaseClock()  # one that the watcher does not read
-    clock = phases.clock
+    watched, clock = phases.clock, PhaseClock()  # one that the watcher does not read
+    phases.start(clock)
     for (batch,) in loader:
         loss = net(batch).sum()
         accelerator.backward(loss)
         accelerator.gather(loss)
         optimizer.step()
         optimizer.zero_grad()
-    phases.clock = watched
+    phases.start(watched)
     assert len(steps_of(clock)) == 4
     for seconds in steps_of(clock):
         assert all(seconds[phase] > 0 for phase in (DATA, FORWARD, BACKWARD, WAITING, STEP, OTHER))

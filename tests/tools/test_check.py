@@ -77,7 +77,7 @@ def train(accelerator: Accelerator, *, prepares: bool = True, broken: bool = Fal
 def test_two_steps_are_made_and_the_exit_code_tells_whether_something_was_found(
     broken: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MESHWRIGHT_CHECK", "1")
+    monkeypatch.setenv("MESHWRIGHT_INSTRUMENTS", "meshwright.tools.check:check")
     with pytest.raises(SystemExit) as ending:
         train(Accelerator(cpu=True), broken=broken)
     assert ending.value.code == code
@@ -97,7 +97,7 @@ def test_without_the_option_nothing_is_looked_at() -> None:
 
 def checked(script: str) -> tuple[int, str]:
     """Run a function under the check; return the exit code and what was printed."""
-    os.environ["MESHWRIGHT_CHECK"] = "1"  # the worker forgets it after the job
+    os.environ["MESHWRIGHT_INSTRUMENTS"] = "meshwright.tools.check:check"  # the worker forgets it after the job
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..config.enums import DynamoBackend, FP8BackendType, RNGType
-from ..config.environment import TRACE_FOLDER, VERIFY_FOLDER, read, read_setting
+from ..config.environment import TRACE_FOLDER, VERIFY_FOLDER, read
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, Fp8Settings, MSAMPRecipeKwargs, TERecipeKwargs
 from ..config.plugins.handlers import (
@@ -43,6 +43,7 @@ from ..data.preparing import (
     skip_first_batches,
 )
 from ..errors.callers import suggest_arguments, warn
+from ..instruments import PROCESS, Instrument, Instruments
 from ..logging import get_logger
 from ..optimizer import (
     AcceleratedOptimizer,
@@ -62,14 +63,21 @@ from ..parallel.modules.unwrapping import extract_model_from_parallel
 from ..parallel.registry import strategy_for
 from ..precision import precision_for
 from ..precision.fp8 import convert_model_to_fp8_ao
-from ..runtime import phases
 from ..runtime.devices.memory import release_memory
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from ..state import AcceleratorState, settings_of_first
 from ..tools.fit.methods import FittingMethods
 from .accumulation import window_of
-from .arguments import Handlers, compilation_in_code, one_of, placements_of, settings_of_run, strategy_of_run
+from .arguments import (
+    Handlers,
+    compilation_in_code,
+    instruments_of_run,
+    one_of,
+    placements_of,
+    settings_of_run,
+    strategy_of_run,
+)
 from .checkpoint_methods import CheckpointMethods
 from .tracking_methods import TrackingMethods
 
@@ -123,6 +131,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         parallelism_config: A `ParallelismConfig`: how many processes copy, shard, split or cut the model.
         offload: Where to keep the blocks of a model that does not fit: "host", "disk", or an `OffloadConfig`.
         meter: Whether to measure the run: True, or a dict with the arguments of `meter`.
+        instruments: What sees the loop: objects of classes derived from `Instrument`.
     """
 
     @suggest_arguments
@@ -151,6 +160,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         parallelism_config: Any = None,
         offload: Any = None,
         meter: bool | dict[str, Any] = False,
+        instruments: Sequence[Instrument] = (),
     ) -> None:
         handlers = Handlers(kwargs_handlers or ())
         self.autocast_handler = handlers.take(AutocastKwargs)
@@ -188,6 +198,8 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
         self.gradient_state = GradientState(self.settings.gradient_accumulation)
+        self.instruments = self.gradient_state.instruments = Instruments(PROCESS)
+        self.instruments.add(*instruments, *instruments_of_run())
         self.strategy = strategy_for(
             self.state._runtime,
             ddp=self.ddp_handler,
@@ -237,15 +249,12 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         self._start_recovery()
         self._start_recording()
         self._start_meter(meter)
+        self.instruments.attach(self)
 
     def _start_recording(self) -> None:
         """Let the verbs that look at a run stand between the script and this object; hardly any run has one."""
         if read(TRACE_FOLDER) is not None:
             self._trace_backward()
-        if read_setting("check"):
-            from ..tools.check import check
-
-            check(self)
         if read(VERIFY_FOLDER) is not None:
             from ..tools.verify.script import record
 
@@ -377,6 +386,8 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         if megatron is not None:
             sizes = [loader.total_batch_size // loader.num_processes for loader in self._dataloaders]
             megatron.note_batch_sizes(sizes, self.strategy.num_data_ranks)
+        for notify in self.instruments.loader_prepared:
+            notify(self, prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -433,6 +444,11 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         evaluation: bool = False,
     ) -> Bundle:
         refuse_offloaded_weights([*self._models, *models], optimizers)
+        seen = self.instruments
+        if seen.prepare_started:
+            bundle = Bundle(models=models, optimizers=optimizers, schedulers=list(schedulers), evaluation=evaluation)
+            for notify in seen.prepare_started:
+                notify(self, bundle)
         layouts = []
         for model in models:
             self.verify_device_map(model)
@@ -463,6 +479,8 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         for model in bundle.models:
             model._is_accelerate_prepared = True  # type: ignore[assignment]
             self._models.append(model)
+        for notify in seen.prepare_ended:
+            notify(self, bundle)
         return bundle
 
     def _wrap_optimizer(self, optimizer: Optimizer, device_placement: bool | None) -> AcceleratedOptimizer:
@@ -552,15 +570,24 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         Args:
             *models: The prepared models that take part in the micro-batch.
         """
-        return self.window.micro_batch(models)
+        context = self.window.micro_batch(models)
+        for notify in self.instruments.micro_batch_started:
+            notify(self, models)
+        return context
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Leave gradients unreduced inside the context.
 
         Args:
             model: A prepared model.
         """
-        return self.strategy.no_sync(model)
+        self.window.unsynced += 1
+        try:
+            with self.strategy.no_sync(model):
+                yield
+        finally:
+            self.window.unsynced -= 1
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
         """Reduce gradients in the next backward pass although its forward pass ran in `no_sync`.
@@ -585,20 +612,19 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         """
         if not self._optimizers:
             self._warn_that_no_optimizer_obeys()
+        seen = self.instruments
+        for notify in seen.backward_started:
+            notify(self, loss)
         if "learning_rate" in kwargs and not take_learning_rate(self._optimizers, kwargs):
             refuse_beside_lomo(num_items, self.scaler, kwargs)
             self.lomo_backward(self._share_of_mean(loss), kwargs["learning_rate"])
-            return
-        clock = phases.clock
-        if clock is not None:
-            clock.enter(phases.BACKWARD)
-        if num_items is not None:
+        elif num_items is not None:
             with self.window.per_item(num_items, loss.device) as factor:
                 self.strategy.backward(self.precision.scale(loss * factor.to(loss.dtype)), **kwargs)
         else:
             self.strategy.backward(self._share_of_mean(loss), **kwargs)
-        if clock is not None:
-            clock.enter(phases.OTHER)
+        for notify in seen.backward_ended:
+            notify(self, loss)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Compute gradients and update parameters at once, by the optimizers that do so: LOMO and AdaLomo.
@@ -633,7 +659,12 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             **kwargs: Keyword arguments of the model.
         """
         batch = Batch(args=args, kwargs=kwargs, target=target, loss_fn=loss_fn, num_items=num_items)
-        return self.strategy.forward_backward(model, batch, self._shares(num_items), self.backward)
+        own_passes: list[bool] = []
+        loss = self.strategy.forward_backward(model, batch, self._shares(num_items, own_passes), self.backward)
+        if own_passes:
+            for notify in self.instruments.backward_ended:
+                notify(self, loss)
+        return loss
 
     def verify_parallel(
         self,
@@ -664,8 +695,11 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         return Training(make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim).verify(self)
 
     @contextmanager
-    def _shares(self, num_items: int | Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:
+    def _shares(self, num_items: int | Tensor | None, own_passes: list[bool]) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yield what says for each loss of a batch with what its backward pass, in the context, begins."""
+        own_passes.append(True)  # only a strategy that runs its own passes enters the context
+        for notify in self.instruments.backward_started:
+            notify(self, None)
         if num_items is None:
             yield self._share_of_mean
             return
@@ -715,7 +749,10 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         """
         if not self._gradients_are_final("clip_grad_norm_"):
             max_norm = float("inf")
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        for notify in self.instruments.clipped:
+            notify(self, norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Cut every gradient element to `[-clip_value, clip_value]`.
@@ -854,6 +891,8 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
 
     def end_training(self) -> None:
         """Finish the run: wait for a save, for the trackers and for the others, and leave the process group."""
+        for notify in self.instruments.closed:
+            notify(self)
         if self._checkpointer is not None:
             self._checkpointer.end()
         if self._trackers is not None:

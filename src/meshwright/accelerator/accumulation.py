@@ -37,6 +37,8 @@ class AccumulationWindow:
         self.gradient_state = gradient_state
         self.strategy = strategy
         self.step = 0
+        self.unsynced = 0
+        """How many `no_sync` contexts of the script are open."""
         self._defers_sync = strategy.capabilities.defers_sync
         self._prepared_models = prepared_models
         self._models: tuple[nn.Module, ...] = ()

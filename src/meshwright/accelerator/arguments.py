@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from ..config.enums import DynamoBackend
-from ..config.environment import VERIFY_FOLDER, read
+from ..config.environment import VERIFY_FOLDER, read, read_setting, variable_of
 from ..config.origins import NOT_YET
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.handlers import KwargsHandler
 from ..config.settings import TrainingSettings
 from ..errors import UnsupportedSettingError
+from ..instruments import Instrument
 from ..parallel.base import Strategy
 
 H = TypeVar("H", bound=KwargsHandler)
@@ -81,6 +83,28 @@ def strategy_of_run(strategy: Strategy) -> Strategy:
     from ..tools.verify.script import adapted_strategy
 
     return adapted_strategy(strategy)
+
+
+def instruments_of_run() -> list[Instrument]:
+    """Return the instruments that the environment names as `package.module:Class`, separated by commas."""
+    return [_make_instrument(name.strip()) for name in (read_setting("instruments") or "").split(",") if name.strip()]
+
+
+def _make_instrument(name: str) -> Instrument:
+    module, _, attribute = name.partition(":")
+    try:
+        instrument = getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedSettingError(
+            f"{variable_of('instruments')}={name}", f"{error}.", "Name an importable class: package.module:Class."
+        ) from error
+    if not isinstance(instrument, Instrument):
+        raise UnsupportedSettingError(
+            f"{variable_of('instruments')}={name}",
+            f"it makes a {type(instrument).__name__}, which is no Instrument.",
+            "Derive the class from meshwright.Instrument.",
+        )
+    return instrument
 
 
 def placements_of(objects: Sequence[Any], given: Sequence[bool | None] | None) -> Sequence[bool | None]:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.formats.saving import save
 from ..config.environment import read_setting
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpointer import Checkpointer, CheckpointLocation
     from ..checkpoint.commit.copies import MemoryCopies
     from ..checkpoint.commit.engine import LoadReport
+    from ..instruments import Instruments
     from ..parallel.replicas.recovery import Recovery
     from ..parallel.replicas.surviving import SurvivingReplicas
     from ..tracking.trackers import Trackers
@@ -46,8 +47,7 @@ class CheckpointMethods(ProcessMethods):
 
     gradient_state: GradientState
     window: AccumulationWindow
-    backward: Callable[..., None]
-    forward_backward: Callable[..., Tensor]
+    instruments: Instruments
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
@@ -205,10 +205,14 @@ class CheckpointMethods(ProcessMethods):
 
         with phases.during(phases.SAVING):
             if self.recovery is None:
-                return save()
-            if self.checkpointer.writes_shards:  # all members save together
-                return self.recovery.run_collective(save, carries_data=False)
-            return self.recovery.retry(save)
+                path = save()
+            elif self.checkpointer.writes_shards:  # all members save together
+                path = self.recovery.run_collective(save, carries_data=False)
+            else:
+                path = self.recovery.retry(save)
+        for notify in self.instruments.saved:
+            notify(self, path)
+        return path
 
     def load_state(
         self,
@@ -239,7 +243,8 @@ class CheckpointMethods(ProcessMethods):
         load_kwargs = _with_location(load_kwargs, load_model_func_kwargs)
         self._check_load_options("load_state", load_model_func_kwargs)
         place = self.checkpointer.find(None if input_dir is None else os.fspath(input_dir))
-        return self._restore(place, load_kwargs, seek=False, strict=strict, verify=verify, **load_model_func_kwargs)
+        report = self._restore(place, load_kwargs, seek=False, strict=strict, verify=verify, **load_model_func_kwargs)
+        return self._loaded(report)
 
     def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
         """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
@@ -256,7 +261,7 @@ class CheckpointMethods(ProcessMethods):
         if self.recovery is not None:
             self.recovery.is_prepared = True
             if not self.recovery.member.has_joined:
-                return self._join()
+                return self._loaded(self._join())
         in_memory_only = input_dir is None and self.project_dir is None and (self.recovery or self._copies) is not None
         place: CheckpointLocation | None = None
         if not in_memory_only:
@@ -269,6 +274,11 @@ class CheckpointMethods(ProcessMethods):
             logger.info("There is no checkpoint in %s: the run begins.", input_dir or self.project_dir)
         if self._copies is not None:
             self._copies.begin()
+        return None if report is None else self._loaded(report)
+
+    def _loaded(self, report: LoadReport) -> LoadReport:
+        for notify in self.instruments.loaded:
+            notify(self, report.path)
         return report
 
     def _check_load_options(self, method: str, names: Iterable[str]) -> None:
@@ -381,27 +391,9 @@ class CheckpointMethods(ProcessMethods):
         """Note every backward pass, for `meshwright check --resume`."""
         from ..checkpoint.trace import Trace
 
-        plain_backward, plain_pass = self.backward, self.forward_backward
         trace = self.checkpointer.trace = Trace.from_environment(self.process_index)
-
-        def note(loss: Tensor) -> None:
-            scale = None if self.scaler is None else self.scaler.get_scale()
-            trace.record(loss, self._optimizers, self._dataloaders, scale)
-
-        def backward(loss: Tensor, **kwargs: Any) -> None:
-            plain_backward(loss, **kwargs)
-            note(loss)
-
-        def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
-            noted = trace.count
-            loss = plain_pass(*args, **kwargs)
-            if trace.count == noted:  # a pipeline does not go through backward()
-                note(loss)
-            return loss
-
         self.checkpointer.register(trace)
-        self.backward = backward
-        self.forward_backward = forward_backward
+        self.instruments.add(trace)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects, which have `state_dict` and `load_state_dict`, with everything else.

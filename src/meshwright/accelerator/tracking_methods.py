@@ -12,6 +12,7 @@ import torch
 from .process_methods import ProcessMethods
 
 if TYPE_CHECKING:
+    from ..instruments import Instruments
     from ..runtime.loop.gradient_state import GradientState
     from ..runtime.loop.run_bar import RunBar
     from ..tools.meter.meter import Meter
@@ -22,6 +23,7 @@ class TrackingMethods(ProcessMethods):
     """The part of `Accelerator` that opens trackers, logs to them, and measures the run."""
 
     gradient_state: GradientState
+    instruments: Instruments
     _trackers: Trackers | None
     _meter: Meter | None = None
     _bar: RunBar | None = None
@@ -88,6 +90,8 @@ class TrackingMethods(ProcessMethods):
         """
         if self._trackers is not None:
             self._trackers.log(values, step, log_kwargs or {}, reduce)
+        for notify in self.instruments.logged:
+            notify(self, values, step)
 
     def meter(
         self,
@@ -130,7 +134,7 @@ class TrackingMethods(ProcessMethods):
                 steps_taken=lambda: max((optimizer.steps_taken for optimizer in self._optimizers), default=0),
                 peak=self._peak_flops,
             )
-            self._meter = self.gradient_state.meter = Meter(options, place)
+            self._meter = Meter(options, place, self.instruments)
             self.state._runtime.shutdown_hooks.append(self._meter.stop)
             if self._trackers is not None:
                 self._trackers.extra_values = self._meter.due_values

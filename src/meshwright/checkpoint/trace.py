@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config.environment import TRACE_FOLDER, read
+from ..instruments import Instrument
 
 LAST = "MESHWRIGHT_TRACE_LAST"
 KILL_AT = "MESHWRIGHT_TRACE_KILL_AT"
@@ -27,7 +28,7 @@ FIELDS = {
 """The recorded fields, in the order in which a difference appears."""
 
 
-class Trace:
+class Trace(Instrument):
     """The trace of one rank. Its position is part of the checkpoint, so that a resumed run continues the count."""
 
     def __init__(self, folder: Path, rank: int, last: int, kill_at: int | None) -> None:
@@ -42,6 +43,11 @@ class Trace:
         """Create the trace that the environment variables of `meshwright check --resume` request."""
         kill_at = read(KILL_AT)
         return cls(Path(read(TRACE_FOLDER) or "."), rank, int(read(LAST) or 0), int(kill_at) if kill_at else None)
+
+    def backward_ended(self, accelerator: Any, loss: Tensor) -> None:
+        """Record the pass."""
+        scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
+        self.record(loss, accelerator._optimizers, accelerator._dataloaders, scale)
 
     def redirected(self, path: str) -> str:
         """Return the path for a checkpoint of a traced run, separate from those of other runs."""

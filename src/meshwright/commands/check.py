@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config.environment import export, variable_of
+from ..config.environment import CHECK, export, read_setting, variable_of
 from ..config.launch.options import spellings
-from ..config.launch.parser import verb_parser
+from ..config.launch.parser import GIVEN, verb_parser
 from ..launch.arguments import add_launch_options, add_script
 from ..program import program_name
 from .launch import launch_and_exit
@@ -94,7 +94,9 @@ def check_command(args: argparse.Namespace) -> None:
 
         check_resume(args)
     else:
-        export({variable_of("check"): "true"})
+        others = args.instruments or read_setting("instruments")
+        export({variable_of("instruments"): f"{others},{CHECK}" if others else CHECK})
+        setattr(args, GIVEN, getattr(args, GIVEN) - {"instruments"})  # the variable has them all
         launch_and_exit(args)
 
 

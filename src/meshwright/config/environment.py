@@ -27,7 +27,6 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 # Setting -> the published variable that carries it into a child process, and the type it is read as.
 SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
-    "check": ("MESHWRIGHT_CHECK", bool),
     "check_replicas_every": ("MESHWRIGHT_CHECK_REPLICAS_EVERY", int),
     "cpu": ("ACCELERATE_USE_CPU", bool),
     "cpu_affinity": ("ACCELERATE_CPU_AFFINITY", bool),
@@ -52,6 +51,7 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "fork_launched": ("FORK_LAUNCHED", bool),
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int),
     "hang_seconds": ("MESHWRIGHT_HANG_SECONDS", float),
+    "instruments": ("MESHWRIGHT_INSTRUMENTS", str),
     "log_level": ("ACCELERATE_LOG_LEVEL", str),
     "memory_copies_dir": ("MESHWRIGHT_MEMORY_COPIES_DIR", str),
     "memory_copies_every": ("MESHWRIGHT_MEMORY_COPIES_EVERY", int),
@@ -232,7 +232,8 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     return {variable_of(name): str(value) for name, value in settings.items() if value is not None}
 
 
-# The exit code of a process that `meshwright check` has found mistakes in.
+# The instrument of `meshwright check`, and the exit code of a process in which it has found mistakes.
+CHECK = "meshwright.tools.check:check"
 CHECK_FAILED_CODE = 3
 
 # The launcher's store through which the members of a run agree, as host:port, and how many processes a rank had before

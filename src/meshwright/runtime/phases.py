@@ -7,12 +7,14 @@ the host's, or the device's: see `watch/stragglers/device_clock.py`.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from time import perf_counter
 from typing import Any, Protocol, TypeVar, cast
+
+from ..instruments import PROCESS, Instrument
 
 DATA, FORWARD, BACKWARD, STEP, SAVING, WAITING, OTHER = range(7)
 NAMES = ("data", "forward", "backward", "step", "saving", "waiting", "other")
@@ -24,7 +26,7 @@ Row = tuple[int, list[float]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class PhaseClock:
+class PhaseClock(Instrument):
     """Measure the phases of one thread.
 
     A step ends when the loop requests the first batch after an optimizer step, however many optimizers there are.
@@ -32,6 +34,7 @@ class PhaseClock:
     """
 
     __slots__ = (
+        "_enclosing",
         "_has_loader",
         "_has_optimizer",
         "_phase",
@@ -47,7 +50,7 @@ class PhaseClock:
     )
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self.steps = 0
         self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
         """Steps that have not been read yet; a reader in another thread pops them from the left."""
@@ -58,6 +61,7 @@ class PhaseClock:
         self.extra_values: dict[str, Any] | None = None
         """Values for the tracker to add to the next ones it logs, set by a reader."""
         self._seconds = [0.0] * len(NAMES)
+        self._enclosing: list[int] = []
         self._phase, self._since = OTHER, perf_counter()
         self._has_loader = self._stepped = self._has_optimizer = False
 
@@ -71,6 +75,11 @@ class PhaseClock:
         if BACKWARD <= phase <= STEP:
             self.trained += 1
         return before
+
+    def leave_all(self) -> None:
+        """Leave all phases: what was inside of them has ended."""
+        self._enclosing.clear()
+        self.enter(OTHER)
 
     def skip(self) -> None:
         """Leave out the time since the last change of phase: the loop was not training."""
@@ -105,17 +114,50 @@ class PhaseClock:
         if not self._has_loader:
             self._end_step()
 
-    def measure_batches(self, batches: Iterator[Any], phase: int) -> Iterator[Any]:
-        """Yield batches; the time for which the loop waits for one counts as this phase."""
-        if threading.get_ident() != self.thread:
-            yield from batches
-            return
-        self._request_batch(phase)
-        for batch in batches:
+    # --- as an instrument -------------------------------------------------------------------------------------------
+
+    def epoch_started(self, loader: Any) -> None:
+        """Wait for the first batch; this counts as the loader's phase."""
+        if get_ident() == self.thread:
+            self._request_batch(loader.phase)
+
+    def body_started(self, loader: Any, batch: Any) -> None:
+        """Compute with a batch."""
+        if get_ident() == self.thread:
             self.enter(FORWARD)
-            yield batch
-            self._request_batch(phase)
+
+    body_ended = epoch_started
+
+    def epoch_ended(self, loader: Any, completed: bool) -> None:
+        """Do something else, unless the loop was left early."""
+        if completed and get_ident() == self.thread:
+            self.enter(OTHER)
+
+    def backward_started(self, accelerator: Any, loss: Any) -> None:
+        """Begin a backward pass."""
+        self.enter(BACKWARD)
+
+    def backward_ended(self, accelerator: Any, loss: Any) -> None:
+        """End a backward pass."""
         self.enter(OTHER)
+
+    def step_started(self, optimizer: Any) -> None:
+        """Begin an optimizer's step."""
+        self.enter(STEP)
+
+    def step_ended(self, optimizer: Any, skipped: bool) -> None:
+        """End an optimizer's step."""
+        self.optimizer_stepped()
+
+    def phase_started(self, phase: int) -> None:
+        """Enter a phase inside of another one."""
+        if get_ident() == self.thread:
+            self._enclosing.append(self.enter(phase))
+
+    def phase_ended(self, phase: int) -> None:
+        """Return to the enclosing phase."""
+        if get_ident() == self.thread and self._enclosing:
+            self.enter(self._enclosing.pop())
 
     def _request_batch(self, phase: int) -> None:
         self.enter(phase)
@@ -136,7 +178,25 @@ class PhaseClock:
 
 
 clock: PhaseClock | None = None
-"""The clock of this process, while it is read."""
+"""The clock of this process, while it is read: `start` sets it."""
+
+
+def start(started: PhaseClock | None) -> None:
+    """Let a clock measure this process, in place of an earlier one; None for no clock."""
+    global clock
+    if clock is not None:
+        PROCESS.remove(clock)
+    clock = started
+    if started is not None:
+        PROCESS.add(started)
+
+
+def stop(stopped: PhaseClock | None) -> None:
+    """Stop a clock, if it is still the one that measures."""
+    if clock is stopped:
+        start(None)
+
+
 run_folder: str | None = None
 """The folder of the run that is being logged to files."""
 
@@ -161,15 +221,13 @@ meter: Published | None = None
 @contextmanager
 def during(phase: int) -> Iterator[None]:
     """Count the block as a phase, then return to the enclosing one."""
-    current = clock
-    if current is None or current.thread != threading.get_ident():
-        yield
-        return
-    before = current.enter(phase)
+    for notify in PROCESS.phase_started:
+        notify(phase)
     try:
         yield
     finally:
-        current.enter(before)
+        for notify in PROCESS.phase_ended:
+            notify(phase)
 
 
 def waits_for_others(function: F) -> F:
@@ -177,7 +235,7 @@ def waits_for_others(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if clock is None:
+        if not PROCESS.phase_started:
             return function(*args, **kwargs)
         with during(WAITING):
             return function(*args, **kwargs)

@@ -16,9 +16,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn, no_grad
@@ -27,28 +26,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..config.environment import CHECK_FAILED_CODE
 from ..errors.callers import user_line
-from ..parallel.base import params_of
+from ..instruments import Instrument
+from ..parallel.base import Bundle, params_of
 from ..program import program_name
 from ..runtime.collectives.operations import mesh_of
+from ..runtime.group.runtime import Runtime
 
 STEPS = 2
 _SECONDS_FOR_OTHERS = 10.0
 _SAME_LOSSES = "every rank computed the same losses: do all read the same samples? Hand the loader to prepare()."
 
 
-def check(accelerator: Any) -> None:
-    """Look at what a script does with an Accelerator; all Accelerators of a process have one check."""
+def check() -> Check:
+    """Return the check of this process: all of its Accelerators have one."""
     global _check
-    runtime = accelerator.state._runtime
+    runtime = Runtime.current()
     if _check is None or _check.runtime is not runtime:
         if _check is not None:
             _check.stop()
         _check = Check(runtime)
-    _check.watch(accelerator)
+    return _check
 
 
-class Check:
-    """The check of one process: it stands between the script and its Accelerators."""
+class Check(Instrument):
+    """The check of one process: it sees all of its Accelerators."""
 
     def __init__(self, runtime: Any) -> None:
         self.runtime = runtime
@@ -65,7 +66,6 @@ class Check:
         self._steps: Counter[int] = Counter()
         self._stepping: list[Optimizer] = []
         """Optimizers whose step is under way; behind the first come those that it steps itself."""
-        self._unsynced = 0
         self._has_gradients = False
         self._reported = False
         self._hooks = (
@@ -73,13 +73,6 @@ class Check:
             register_optimizer_step_post_hook(self._after_step),
         )
         atexit.register(self._at_exit)
-
-    def watch(self, accelerator: Any) -> None:
-        """Stand between the script and an Accelerator."""
-        self._accelerators.append(accelerator)
-        for watched in (self._prepare, self._accumulate, self._no_sync, self._backward, self._forward_backward):
-            name = watched.__name__.lstrip("_")
-            setattr(accelerator, name, partial(watched, accelerator, getattr(accelerator, name)))
 
     def stop(self) -> None:
         """Look at nothing more."""
@@ -90,45 +83,45 @@ class Check:
 
     # --- what the script calls --------------------------------------------------------------------------------------
 
-    def _prepare(self, accelerator: Any, prepare: Any, *args: Any, **kwargs: Any) -> Any:
-        result = prepare(*args, **kwargs)
-        for each in result if isinstance(result, tuple) else (result,):
-            if isinstance(each, nn.Module) and _holds_copies(accelerator):
-                self._compare(
-                    f"the ranks hold different parameters of {type(each).__name__} after prepare(). Call set_seed() "
-                    "before the model is made, or load the same weights on every rank.",
-                    _checksum(each.parameters()),
-                )
-            if hasattr(each, "dataset") and hasattr(each, "__len__") and accelerator.even_batches:
-                self._compare(
-                    "the prepared loader has different numbers of batches on the ranks. prepare() splits the data: "
-                    "give all of it to every rank.",
-                    _length(each),
-                )
-        return result
+    def attached(self, accelerator: Any) -> None:
+        """Look at an Accelerator."""
+        self._accelerators.append(accelerator)
 
-    def _accumulate(self, accelerator: Any, accumulate: Any, *models: nn.Module) -> Any:
+    def prepare_ended(self, accelerator: Any, bundle: Bundle) -> None:
+        """Compare the parameters of models."""
+        for model in bundle.models:
+            if _holds_copies(accelerator) and not bundle.evaluation:
+                self._compare(
+                    f"the ranks hold different parameters of {type(model).__name__} after prepare(). Call set_seed() "
+                    "before the model is made, or load the same weights on every rank.",
+                    _checksum(model.parameters()),
+                )
+
+    def loader_prepared(self, accelerator: Any, loader: Any) -> None:
+        """Compare the length of a loader."""
+        if accelerator.even_batches:
+            self._compare(
+                "the prepared loader has different numbers of batches on the ranks. prepare() splits the data: "
+                "give all of it to every rank.",
+                _length(loader),
+            )
+
+    def micro_batch_started(self, accelerator: Any, models: tuple[nn.Module, ...]) -> None:
+        """Look whether accumulation knows where an epoch ends."""
         steps, state = accelerator.gradient_accumulation_steps, accelerator.gradient_state
         if steps > 1 and state.sync_with_dataloader and not state.in_dataloader:
             self._note(
                 f"accumulate() is used with gradient_accumulation_steps={steps}, and no prepared loader is iterated: "
                 "the last micro-batches of an epoch make no step of their own. Hand the loader to prepare()."
             )
-        return accumulate(*models)
 
-    @contextmanager
-    def _no_sync(self, _: Any, no_sync: Any, model: nn.Module) -> Iterator[None]:
-        self._unsynced += 1
-        try:
-            with no_sync(model):
-                yield
-        finally:
-            self._unsynced -= 1
-
-    def _backward(self, accelerator: Any, backward: Any, loss: Tensor, **kwargs: Any) -> None:
+    def backward_started(self, accelerator: Any, loss: Tensor | None) -> None:
+        """Look at a loss; after two steps, end."""
         self._end_if_done()
         self._stepping.clear()  # a step that raised left its optimizer there
         self._has_gradients = True
+        if loss is None:  # a pipeline computes it
+            return
         value = float(loss.detach().float().mean())
         if not math.isfinite(value):
             self._note(f"the loss is {value}.")
@@ -137,13 +130,6 @@ class Check:
         if reads_own_samples and not accelerator.gradient_state.in_dataloader:
             self._losses.append(value)
             self._line_of_losses = self._line_of_losses or user_line()
-        backward(loss, **kwargs)
-
-    def _forward_backward(self, _: Any, forward_backward: Any, *args: Any, **kwargs: Any) -> Tensor:
-        self._end_if_done()
-        self._has_gradients = True
-        loss: Tensor = forward_backward(*args, **kwargs)
-        return loss
 
     # --- what optimizers do, prepared or not ------------------------------------------------------------------------
 
@@ -175,7 +161,7 @@ class Check:
         if is_part_of_a_step:
             return
         self._steps[id(optimizer)] += 1
-        if not self._unsynced and all(map(_holds_copies, self._accelerators)):
+        if not any(each.window.unsynced for each in self._accelerators) and all(map(_holds_copies, self._accelerators)):
             self._compare(
                 f"the parameters of {type(optimizer).__name__} differ between the ranks after a step: their model was "
                 "not given to prepare(), or its gradients are not averaged.",

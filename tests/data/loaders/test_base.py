@@ -434,13 +434,14 @@ def test_the_plan_says_what_happens() -> None:
 def test_a_copy_that_waits_for_the_device_is_not_counted_as_data_on_a_simulated_accelerator() -> None:
     loader = Accelerator().prepare(DataLoader(torch.ones(6, 2), batch_size=1))
     list(loader)
-    clock = phases.clock = phases.PhaseClock()
+    clock = phases.PhaseClock()
+    phases.start(clock)
     try:
         set_delays(kernel_time=0.1)
         for batch in loader:
             batch.mul_(2)
     finally:
-        phases.clock = None
+        phases.stop(clock)
     seconds = [sum(of_phase) for of_phase in zip(*(row for _, row in clock.rows), strict=True)]
     assert seconds[phases.WAITING] > 0.2
     assert seconds[phases.DATA] < 0.5 * seconds[phases.WAITING]

@@ -251,8 +251,8 @@ _LAUNCH = (
         name="quiet", short=("-q",), switch=True, group=OUTPUT, help="report a failure in one line instead of a panel"
     ),
     Option(
-        name="check", has_flag=False, switch=True, group=OUTPUT, read=yes_no, variable="MESHWRIGHT_CHECK",
-        help="run two optimizer steps, look for mistakes on every rank, list them with their lines, and exit",
+        name="instruments", group=OUTPUT, variable="MESHWRIGHT_INSTRUMENTS",
+        help="let these see the loop of every Accelerator: module:Class, derived from Instrument; several by commas",
     ),
     Option(
         name="debug", switch=True, group=OUTPUT, read=yes_no, yaml="debug", variable="ACCELERATE_DEBUG_MODE",

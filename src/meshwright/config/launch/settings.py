@@ -58,7 +58,7 @@ class LaunchSettings:
     tee: str = "0"
     redirects: str = "0"
     quiet: bool = False
-    check: bool = False
+    instruments: str | None = None
     debug: bool = False
     debug_rank: int | None = None
     explain: bool = False

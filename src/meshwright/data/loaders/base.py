@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...errors import UnsupportedSettingError
 from ...errors.callers import warn
+from ...instruments import Instruments
 from ...runtime import phases
 from ...runtime.collectives.nested import find_batch_size, named_leaves, send_to_device
 from ...runtime.devices import device as devices, xla
@@ -92,8 +93,6 @@ class PreparedLoader(DataLoader[Any]):
         self._resume: Position | None = None
         self._start = 0
         self._current: object = None
-        self._counts: list[Any] = []
-        """What the meter counted in the batches of the newest iterator, until it adds them up."""
 
     # --- properties -----------------------------------------------------------------------------------------------
 
@@ -344,7 +343,7 @@ class PreparedLoader(DataLoader[Any]):
         mine = self._current = object()
         self.begin()
         try:
-            yield from self._timed(self._rounds(resume))
+            yield from self._seen(self._rounds(resume))
             self._is_in_epoch = False
             self.iteration += 1
         finally:
@@ -353,15 +352,27 @@ class PreparedLoader(DataLoader[Any]):
                 if self.division is not None:
                     self.division.end_batch()
 
-    def _timed(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Count the time spent waiting for batches, if the phase clock runs."""
-        meter, clock = self.gradient_state.meter, phases.clock
-        if meter is not None:
-            self._counts = []
-            timed = meter.measure_batches(rounds, self._counts, self._phase, self)
-        else:
-            timed = rounds if clock is None else clock.measure_batches(rounds, self._phase)
-        return timed if self.gradient_state.between_batches is None else self._with_bodies(timed)
+    def _seen(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Let instruments see the loop, if there are any when it begins."""
+        seen = self.gradient_state.instruments
+        rounds = self._seen_by(seen, rounds) if seen.watch_loops else rounds
+        return rounds if self.gradient_state.between_batches is None else self._with_bodies(rounds)
+
+    def _seen_by(self, seen: Instruments, rounds: Iterator[Any]) -> Iterator[Any]:
+        completed = False
+        for notify in seen.epoch_started:
+            notify(self)
+        try:
+            for batch in rounds:
+                for notify in seen.body_started:
+                    notify(self, batch)
+                yield batch
+                for notify in seen.body_ended:
+                    notify(self)
+            completed = True
+        finally:
+            for notify in seen.epoch_ended:
+                notify(self, completed)
 
     def _with_bodies(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Report every completed body of the loop, before the next batch is read."""
@@ -370,7 +381,7 @@ class PreparedLoader(DataLoader[Any]):
             self.gradient_state._complete_body(self)
 
     @property
-    def _phase(self) -> int:
+    def phase(self) -> int:
         """The phase that waiting for a batch is counted as."""
         return phases.DATA
 
@@ -496,14 +507,13 @@ class PreparedLoader(DataLoader[Any]):
         """Save the state before a batch is prefetched, because it is not consumed yet."""
 
     def _placement(self) -> Callable[[Any], Any] | None:
-        place, division, meter = self._device_placement(), self.division, self.gradient_state.meter
-        if division is None and meter is None:
+        place, division, seen = self._device_placement(), self.division, self.gradient_state.instruments
+        if division is None and not seen.batch_read:
             return place
-        counts = self._counts
 
         def place_batch(batch: Any) -> Any:
-            if meter is not None:  # before it is moved or divided: counting waits for no device
-                counts.append(meter.count(batch, self.partial_round))
+            for notify in seen.batch_read:
+                notify(self, batch)
             placed = batch if place is None else place(batch)
             return placed if division is None else division.begin_batch(placed)
 

@@ -128,7 +128,8 @@ class DataLoaderDispatcher(PreparedLoader):
             return -1
 
     @property
-    def _phase(self) -> int:
+    def phase(self) -> int:
+        """The phase that waiting for a batch is counted as: every rank waits for the one that reads."""
         return phases.WAITING
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:

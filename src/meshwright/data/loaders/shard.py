@@ -156,7 +156,8 @@ class DataLoaderShard(ElasticLoader):
             return -1
 
     @property
-    def _phase(self) -> int:
+    def phase(self) -> int:
+        """The phase that waiting for a batch is counted as."""
         return phases.WAITING if self._presharded else phases.DATA  # presharded ranks synchronise at every step
 
     def _rounds(self, resume: Position | None) -> Iterator[Any]:

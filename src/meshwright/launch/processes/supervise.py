@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.environment import CHECK_FAILED_CODE, patch_environment, read, take
+from ...config.environment import CHECK, CHECK_FAILED_CODE, patch_environment, read, take
 from ...config.launch.settings import LaunchSettings
 from ...errors import REQUEUE_EXIT_CODE, LaunchError
 from ...runtime.group.network import is_local_address, local_address_towards, loopback
@@ -63,7 +63,8 @@ def conclude(
     if not outcome.failed:
         return 0
     verdict = judge(outcome.endings, out_of_memory=out_of_memory)
-    if settings.check and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
+    is_checked = CHECK in (settings.instruments or "").split(",")
+    if is_checked and verdict.exit_code == CHECK_FAILED_CODE and verdict.culprit.signal_name is None:
         return CHECK_FAILED_CODE  # the findings were printed
     if settings.quiet:
         notify(verdict.headline)

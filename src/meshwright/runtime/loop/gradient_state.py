@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from ...config.plugins.handlers import GradientAccumulationPlugin
+from ...instruments import PROCESS, Instruments
 
 
 class ActiveLoader(Protocol):
@@ -49,8 +50,8 @@ class GradientState:
 
     between_batches: Callable[[], None] | None = None
     """Called when the outermost loop over a loader has completed its body, before the next batch is read."""
-    meter: Any = None
-    """What counts the batches of loops over prepared loaders: a `tools.meter.meter.Meter`."""
+    instruments: Instruments = PROCESS
+    """What sees the loop; see `instruments.py`."""
     _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
 
     def __getstate__(self) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class Trial:
             state.between_batches = between_batches
             for replica in flags:
                 replica.require_backward_grad_sync = True
-            if phases.clock is not None:
-                phases.clock.enter(phases.OTHER)
+            if phases.clock is not None:  # the function may have ended inside of a phase
+                phases.clock.leave_all()
 
     def _preparing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_bundle(models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,15 +22,15 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ...instruments import Instrument, Instruments
 from ...runtime import phases
 from ...runtime.devices.memory import peak_memory
 from ...runtime.phases import NAMES, PhaseClock, Row
@@ -90,8 +90,23 @@ class _Sample(NamedTuple):
 class _Loop:
     """A loop over a prepared loader."""
 
-    def __init__(self, meter: Meter, counts: list[Count], loader: Any) -> None:
-        self.counts, self.loader = counts, loader
+    def __init__(self, meter: Meter, loader: Any, tries: int, trained: int) -> None:
+        self.counts: list[Count] = []
+        """Of the batches that were read and are not added up."""
+        self.loader = loader
+        self.tries = tries
+        """How many more batches may be the first of training, whose FLOPs are counted."""
+        self.is_counting = False
+        self.in_body = False
+        self.trained = trained
+        self.since_step = 0
+        """Batches since a step ended."""
+        self.until_short = True
+        """Whether a short step is followed by steps that are measured together."""
+        self.together = 0
+        """How many more batches are measured together; see [Note: short steps]."""
+        self.batches_per_step = 1
+        self.steps = 0
         self._meter, self._start, self._claimed = meter, perf_counter(), meter._claimed
 
     def lap(self) -> float:
@@ -103,11 +118,14 @@ class _Loop:
         return own
 
 
-class Meter:
+class Meter(Instrument):
     """Measure this process, and on the main process the run. See [Note: what the loop pays]."""
 
-    def __init__(self, options: Options, place: Place) -> None:
+    def __init__(self, options: Options, place: Place, instruments: Instruments) -> None:
         self.options = options
+        self._instruments = instruments
+        self._loops: dict[int, _Loop] = {}
+        """By the loader's id; of several loops over one loader the newest."""
         self.epochs: int | None = None
         """Epochs of the loop that trains, as far as `Accelerator.progress` was told."""
         self._place = place
@@ -134,6 +152,7 @@ class Meter:
         self._lock = threading.Lock()
         self._next_log = -math.inf
         self.running_clock()
+        instruments.add(self)
         phases.meter = self
 
     @property
@@ -149,86 +168,109 @@ class Meter:
         if clock is None:
             clock = self._own_clock = clock_for(self._place.device)
         if phases.clock is None and clock.thread == threading.get_ident():
-            phases.clock = clock
+            phases.start(clock)
         if clock is not self._clock:
             self._clock, clock.copies = clock, self._steps
         return clock
 
-    def measure_batches(
-        self, batches: Iterator[Any], counts: list[Count], phase: int, loader: Any
-    ) -> Generator[Any, None, None]:
-        """Yield the batches of a loop, and add up those of training. See [Note: which batches count].
-
-        Args:
-            batches: What to yield.
-            counts: The counts of the batches that were yielded, to be cleared here.
-            phase: What waiting for a batch counts as.
-            loader: The prepared loader, which knows where the run is.
-        """
+    def epoch_started(self, loader: Any) -> None:
+        """Begin to measure a loop. See [Note: which batches count]."""
         clock = self.running_clock()
         if threading.get_ident() != clock.thread:
-            for batch in batches:
-                counts.clear()
-                yield batch
             return
         if self._peak is None:
             self._peak = self._place.peak() or 0.0
         if self._flops is not None and clock.trained != self._counted_since[1]:
             self._end_counting(clock)  # an evaluation inside of the first batch of training
         clock.skip()  # what came before this loop
-        loop, timed = _Loop(self, counts, loader), clock.measure_batches(batches, phase)
-        batches_per_step = yield from self._measure_each(timed, clock, loop)
-        while batches_per_step:
-            is_regular = yield from self._measure_together(batches, batches_per_step, loop)
+        self._loops[id(loader)] = _Loop(self, loader, self._tries(), clock.trained)
+
+    def _tries(self) -> int:
+        return _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
+
+    def _loop_over(self, loader: Any) -> _Loop | None:
+        loop = self._loops.get(id(loader))
+        is_own = loop is None or self._clock is None or threading.get_ident() == self._clock.thread
+        return loop if is_own else None
+
+    def batch_read(self, loader: Any, batch: Any) -> None:
+        """Count a batch before it is moved or divided: counting waits for no device."""
+        loop = self._loop_over(loader)
+        if loop is not None:
+            loop.counts.append(self.count(batch, loader.partial_round))
+
+    def body_started(self, loader: Any, batch: Any) -> None:
+        """Count the FLOPs of what may be the first batch of training."""
+        loop = self._loop_over(loader)
+        if loop is None:
+            return
+        loop.in_body = True
+        if loop.tries and not loop.together and self._clock is not None:
+            loop.tries -= 1
+            loop.is_counting = self._begin_counting(loop.counts[-1], self._clock)
+
+    def body_ended(self, loader: Any) -> None:
+        """Measure a batch."""
+        loop = self._loop_over(loader)
+        if loop is None or self._clock is None:
+            return
+        loop.in_body = False
+        if not loop.together:
+            self._end_batch(loop, self._clock)
+            return
+        loop.together -= 1
+        if not loop.together:
+            self._end_together(loop)
+            if phases.clock is not None:  # it was not among those that are told of this batch
+                phases.clock.body_ended(loader)
+
+    def epoch_ended(self, loader: Any, completed: bool) -> None:
+        """Forget a loop; if it was left early, its last batch counts."""
+        loop = self._loop_over(loader)
+        if loop is None or self._clock is None:
+            return
+        del self._loops[id(loader)]
+        if loop.together:
+            self._end_together(loop)
+        elif loop.in_body:
+            self._end_batch(loop, self._clock, is_last=True)
+
+    def _end_batch(self, loop: _Loop, clock: PhaseClock, *, is_last: bool = False) -> None:
+        """Add a batch of training; measure the next steps together if this was a short one."""
+        own = loop.lap()
+        loop.since_step += 1
+        if loop.is_counting:
+            loop.is_counting = False
+            self._end_counting(clock)
+        if clock.trained != loop.trained:
+            loop.trained = clock.trained
+            self._add(loop, own)
+        else:
             clock.forget()
-            batches_per_step = yield from self._measure_each(timed, clock, loop, until_short=is_regular)
-
-    def _measure_each(
-        self, batches: Iterator[Any], clock: PhaseClock, loop: _Loop, until_short: bool = True
-    ) -> Generator[Any, None, int]:
-        """Measure every batch; return how many the last step had, if it was a short one. See [Note: short steps]."""
-        tries = _BATCHES_TO_TRY if self._per_element is None and self.options.flops_per_sample is None else 0
-        until_short = until_short and clock is self._own_clock
-        counts, trained, since_step = False, clock.trained, 0
-        for batch in batches:
-            if tries:
-                tries -= 1
-                counts = self._begin_counting(loop.counts[-1], clock)
-            try:
-                yield batch
-            finally:  # also if the loop is left early
-                own, since_step = loop.lap(), since_step + 1
-                if counts:
-                    counts = False
-                    self._end_counting(clock)
-                if clock.trained != trained:
-                    trained = clock.trained
-                    self._add(loop, own)
-                else:
-                    clock.forget()
-                    loop.counts.clear()
-                    until_short = False
-            if until_short and own < _SHORT_STEP and clock.end_completed_step():
-                return since_step
-        return 0
-
-    def _measure_together(
-        self, batches: Iterator[Any], batches_per_step: int, loop: _Loop
-    ) -> Generator[Any, None, bool]:
-        """Measure the batches of several short steps without a clock; return whether all of them had as many."""
-        steps = self._place.steps_taken()
-        phases.clock = None
-        try:
-            yield from islice(batches, _STEPS_TOGETHER * batches_per_step)
-        finally:
-            if phases.meter is self:  # not stopped meanwhile
-                self.running_clock()
-            own = loop.lap()
-            is_regular = (self._place.steps_taken() - steps) * batches_per_step == len(loop.counts)
-            if is_regular and loop.counts:
-                self._add(loop, own)
             loop.counts.clear()
-        return is_regular
+            loop.until_short = False
+        is_short = loop.until_short and clock is self._own_clock and own < _SHORT_STEP and not is_last
+        if is_short and clock.end_completed_step():
+            loop.batches_per_step, loop.since_step = loop.since_step, 0
+            loop.together = _STEPS_TOGETHER * loop.batches_per_step
+            loop.steps = self._place.steps_taken()
+            phases.stop(clock)
+
+    def _end_together(self, loop: _Loop) -> None:
+        """Add the batches of several short steps, if all of them had as many."""
+        loop.together = 0
+        if phases.meter is self:  # not stopped meanwhile
+            self.running_clock()
+        own = loop.lap()
+        made = (self._place.steps_taken() - loop.steps) * loop.batches_per_step
+        loop.until_short = made == len(loop.counts)
+        if loop.until_short and loop.counts:
+            self._add(loop, own)
+        loop.counts.clear()
+        if self._clock is not None:
+            self._clock.forget()
+            loop.trained = self._clock.trained
+        loop.tries = self._tries()
 
     def _add(self, loop: _Loop, own: float) -> None:
         """Add the batches of training that a loop has counted, which took these seconds together."""
@@ -321,10 +363,10 @@ class Meter:
 
     def stop(self) -> None:
         """Stop measuring."""
+        self._instruments.remove(self)
         if phases.meter is self:
             phases.meter = None
-        if phases.clock is self._own_clock:
-            phases.clock = None
+        phases.stop(self._own_clock)
 
     def _sample(self, now: float) -> _Sample:
         """Return the present state, and keep it if the last one that was kept is old enough."""

@@ -62,7 +62,8 @@ class MemberWatcher:
     ) -> None:
         self._member = member
         self._device = device or torch.device("cpu")
-        self._clock = phases.clock = clock_for(self._device)
+        self._clock = clock_for(self._device)
+        phases.start(self._clock)
         self._exchange: Exchange | None = None
         self._epoch = -1
         self._seconds = seconds
@@ -79,8 +80,7 @@ class MemberWatcher:
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
-        if phases.clock is self._clock:
-            phases.clock = None
+        phases.stop(self._clock)
         self._thread.join(JOIN_TIMEOUT)
 
     def _first_alarm(self) -> float:

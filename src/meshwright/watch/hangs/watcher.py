@@ -114,7 +114,7 @@ class Watcher:
         atexit.register(watcher.stop)
         sys.excepthook = watcher._on_uncaught
         sys.exit = watcher._on_exit
-        phases.clock = watcher._clock
+        phases.start(watcher._clock)
         watcher._thread.start()
         return watcher
 
@@ -144,8 +144,7 @@ class Watcher:
         self._stopping.set()
         self._wakeup.set()
         self._interrupter.close()
-        if phases.clock is self._clock:
-            phases.clock = None
+        phases.stop(self._clock)
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_excepthook
         if sys.exit == self._on_exit:
