@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config.environment import export, variable_of
 from ...config.launch.options import spellings
-from ...config.launch.parser import verb_parser
+from ...config.launch.parser import StoreMesh, verb_parser
 from ...program import program_name
 from ..launch import add_launch_options, add_script, launch_and_exit
 
@@ -28,14 +28,19 @@ def check_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, standalone or as a subcommand of `meshwright`."""
     parser = verb_parser(subparsers, "check", _DESCRIPTION)
     parser.usage = (
-        f"{program_name()} check [--mesh | --resume | --machine] [options of launch]\n"
-        "                        SCRIPT [ARGUMENTS]"
+        f"{program_name()} check [--mesh [AXIS=N,...] | --resume | --machine]\n"
+        "                        [options of launch] SCRIPT [ARGUMENTS]"
     )
     what = parser.add_argument_group("what is checked instead").add_mutually_exclusive_group()
     what.add_argument(
         "--mesh",
-        action="store_true",
-        help="that the script computes the same on many processes as on one: losses, gradients, parameters; on the CPU",
+        action=StoreMesh,
+        nargs="?",
+        const="",
+        default=False,
+        metavar="AXIS=N,...",
+        help="that the script computes the same on many processes as on one: losses, gradients, parameters; on the "
+        "CPU. The mesh is dp=2,tp=2, or what the options of launch say",
     )
     what.add_argument("--resume", action="store_true", help="that a run which was killed and resumed goes on exactly")
     what.add_argument(
