@@ -87,7 +87,7 @@ def _row(action: argparse.Action, option: Option | None) -> str:
     has_default = (
         bool(action.option_strings)
         and action.default is not False
-        and action.default not in (None, "")
+        and action.default not in (None, "", argparse.SUPPRESS)
     )
     default = f"`{action.default}`" if has_default else ""
     keys = (

@@ -57,6 +57,18 @@ def test_a_rank_is_a_line_of_phases_and_the_slow_one_is_marked(tmp_path: Path, r
     assert max(map(len, lines)) <= 96
 
 
+def test_it_is_a_live_report_of_the_ranks(tmp_path: Path, run: Path) -> None:
+    def without_age(seen: Launched) -> str:
+        return re.sub(r"[\d.]+ (ms|s) ago", "ago", seen.printed)
+
+    write_windows(run, window(10))
+    words = ("report", "--live", "--ranks")
+    assert without_age(run_accelerate(*words, "runs", directory=tmp_path)) == without_age(watch(tmp_path))
+    assert "Add --live" in run_accelerate("report", "--ranks", directory=tmp_path).complaints
+    refused = run_accelerate(*words, "--metric", "loss", directory=tmp_path)
+    assert (refused.code, "--ranks shows no metrics. Leave --metric out." in refused.complaints) == (1, True)
+
+
 def test_what_was_slow_before_is_told_with_its_time(tmp_path: Path, run: Path) -> None:
     write_windows(run, window(10, slow=True, ago=125), window(20))
     printed = watch(tmp_path, "runs/digits", COLUMNS="150").printed
@@ -98,6 +110,14 @@ def test_help_answers_without_numpy(tmp_path: Path) -> None:
     helped = watch(tmp_path, "--help", PYTHONPATH=str(tmp_path))
     assert helped.code == 0, helped.complaints
     assert "RUN_DIR" in helped.printed
+
+
+@pytest.mark.parametrize("words", [("watch",), ("report",), ("report", "--live")])
+def test_what_was_logged_is_shown_without_torch(words: tuple[str, ...], tmp_path: Path, run: Path) -> None:
+    write_windows(run, window(10))
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    shown = run_accelerate(*words, directory=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (shown.code, shown.complaints) == (0, "")
 
 
 def test_live_it_follows_the_run_to_its_end(tmp_path: Path, run: Path) -> None:

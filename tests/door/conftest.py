@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.door.environments import Environment, build_wheel, make_environment
+from meshwright.distribution import write_wheel
+from tests.door.environments import Environment, build_wheel, install, make_environment
 
 INSTALLED = {"theirs": True, "without_theirs": False}
 
@@ -27,6 +28,14 @@ def with_theirs(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Enviro
 def without_theirs(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
     """A venv with libraries and meshwright."""
     return make_environment(tmp_path_factory.mktemp("venv") / "it", theirs=False, wheel=wheel)
+
+
+@pytest.fixture(scope="session")
+def dropped_in(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """A venv with libraries, meshwright, and its drop-in distribution in the place of Hugging Face's accelerate."""
+    made = make_environment(tmp_path_factory.mktemp("venv") / "it", theirs=True, wheel=wheel)
+    install(made, write_wheel(tmp_path_factory.mktemp("dropin")))
+    return made
 
 
 @pytest.fixture(params=INSTALLED)

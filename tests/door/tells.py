@@ -1,16 +1,20 @@
 """Say which `accelerate` this process has, as one line of JSON; with `every`, also what processes say that it starts.
 
-`names` compares every name with meshwright's, which imports torch.
+`far` starts them by torchrun, `meshwright launch`, a notebook's kernel and Ray, where it is installed. `names` compares
+every name of the interface with meshwright's, which imports torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
 
 def what_is_here(*, names: bool = False) -> dict[str, object]:
@@ -29,12 +33,36 @@ def what_is_here(*, names: bool = False) -> dict[str, object]:
 
         said["same"] = accelerate.ParallelismConfig is meshwright.ParallelismConfig  # imports no torch
         if names:
-            said["same"] = all(
-                getattr(accelerate, name) is getattr(meshwright, name)
-                for name in accelerate.__all__
-                if hasattr(meshwright, name) and name != "__version__"
-            )
+            said["others"] = others = not_ours()
+            said["same"] = not others
     return said
+
+
+def not_ours() -> list[str]:
+    """Return the names of the interface that are not the very objects of meshwright."""
+    import meshwright
+
+    table = Path(__file__).parents[1] / "interface"
+    left_out = {tuple(line.split("\t")[:2]) for line in (table / "left_out.tsv").read_text().splitlines()}
+    files = [table / file for file in ("exports.tsv", "imports.tsv", "names.tsv")]
+    named = {tuple(line.split("\t")[:2]) for file in files for line in file.read_text().splitlines()} - left_out
+    values = {}
+    for module, name in sorted(named):
+        package = import_module(module)
+        values[module, name] = getattr(package, name, package) if name != "(module)" else package
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "meshwright"]
+    natives = {id(value) for module in modules for value in vars(module).values()}
+    found = []
+    for (module, name), value in values.items():
+        same = name not in meshwright.__all__ or name == "__version__" or value is getattr(meshwright, name)
+        if isinstance(value, type | FunctionType) and value.__module__.partition(".")[0] in (
+            "accelerate",
+            "meshwright",
+        ):
+            same &= id(value) in natives
+        if not same:
+            found.append(f"{module}.{name}")
+    return found if len(values) > 400 else [f"only {len(values)} names were found"]
 
 
 def in_a_child(answers: multiprocessing.queues.SimpleQueue[dict[str, object]]) -> None:
@@ -59,6 +87,50 @@ def by_command(*words: str, at: Path | None = None, **variables: str) -> dict[st
     if done.returncode:
         return {"code": done.returncode, "complaints": done.stderr[-2000:]}
     return {**json.loads(done.stdout.splitlines()[-1]), "complaints": done.stderr}
+
+
+def by_notebook() -> dict[str, object]:
+    """Ask a kernel that a notebook's server starts."""
+    from jupyter_client.manager import start_new_kernel
+
+    printed: list[str] = []
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute_interactive(
+            f"%run {__file__}",
+            timeout=120,
+            output_hook=lambda message: printed.append(str(message["content"].get("text", ""))),
+        )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    lines = "".join(printed).splitlines()
+    return dict(json.loads(lines[-1])) if lines else {"code": "nothing printed"}
+
+
+def by_ray() -> dict[str, object]:
+    """Ask a worker of a cluster that is started here."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
+    try:
+        return dict(ray.get(ray.remote(what_is_here).remote()))
+    finally:
+        ray.shutdown()
+
+
+def far() -> dict[str, dict[str, object]]:
+    """Ask processes that launchers and servers start."""
+    here = str(Path(__file__))
+    started = {
+        "torchrun": by_command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", here),
+        "launch": by_command("-m", "meshwright", "launch", "--cpu", here),
+        "spawn": by_multiprocessing("spawn"),
+        "notebook": by_notebook(),
+    }
+    if importlib.util.find_spec("ray") is not None:
+        started["Ray"] = by_ray()
+    return started
 
 
 def every(scratch: Path, theirs: str) -> dict[str, dict[str, object]]:
@@ -95,4 +167,6 @@ if __name__ == "__main__":
     told: dict[str, object] = what_is_here(names=what == ["names"])
     if what == ["every"]:
         told["started"] = every(Path(sys.argv[2]), sys.argv[3])
+    if what == ["far"]:
+        told["started"] = far()
     print(json.dumps(told), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import pytest
 
 from tests.door.environments import TELLS, Environment, link_distributions, run_notebook
 from tests.ranks.pool import free_port
+from tests.sizes import at_night
 
 OPENED = "`import accelerate` is meshwright's"
 
 
 def is_ours(told: dict[str, Any], environment: Environment) -> bool:
     """Tell whether a process has said that its accelerate is meshwright's."""
+    places = (environment.packages, environment.packages / "meshwright" / "overlay")  # of the drop-in, and of a door
     return (
-        told.get("file") == str(environment.packages / "meshwright" / "overlay" / "accelerate" / "__init__.py")
+        told.get("file") in [str(place / "accelerate" / "__init__.py") for place in places]
         and told["version"].endswith("+meshwright.1")
         and told["packages"] == ["accelerate"]
         and told["same"]
@@ -44,6 +47,10 @@ DOORS = {
     ],
     "meshwright launch": lambda environment: [environment.program("meshwright"), "launch", "--cpu", TELLS],
 }
+
+
+VARIABLE = {"MESHWRIGHT_DOOR": "1"}
+LAUNCHED = ("ray", "ipykernel", "jupyter_client")
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -76,9 +83,64 @@ def test_the_door_of_a_notebook(environment: Environment, tmp_path: Path) -> Non
     assert OPENED not in shown[3]
 
 
-def test_every_name_through_the_door_is_the_object_of_meshwright(environment: Environment, tmp_path: Path) -> None:
-    command = [environment.python, "-m", "meshwright", TELLS, "names"]
-    assert is_ours(environment.run(*command, at=tmp_path).told, environment)
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", [*DOORS, "MESHWRIGHT_DOOR=1"])
+def test_what_launchers_and_servers_start_is_behind_the_door(
+    door: str, environment: Environment, tmp_path: Path
+) -> None:
+    link_distributions(environment, LAUNCHED)
+    command = DOORS[door](environment) if door in DOORS else [environment.python, TELLS]
+    done = environment.run(*command, "far", at=tmp_path, HOME=str(tmp_path), **({} if door in DOORS else VARIABLE))
+    assert_all_are_ours(done.told, environment)
+
+
+@pytest.mark.nightly
+def test_what_a_notebook_starts_is_behind_the_door(environment: Environment, tmp_path: Path) -> None:
+    link_distributions(environment, LAUNCHED)
+    shown = run_notebook(environment, ["%load_ext meshwright", f"%run {TELLS} far"], tmp_path)
+    assert_all_are_ours(json.loads(shown[1].splitlines()[-1]), environment)
+
+
+@pytest.mark.nightly
+def test_what_launchers_and_servers_start_has_the_dropin_distribution(dropped_in: Environment, tmp_path: Path) -> None:
+    link_distributions(dropped_in, LAUNCHED)
+    told = dropped_in.run(dropped_in.python, TELLS, "far", at=tmp_path, HOME=str(tmp_path)).told
+    assert_all_are_ours(told, dropped_in)
+    assert told["file"] == str(dropped_in.packages / "accelerate" / "__init__.py")
+
+
+def assert_all_are_ours(told: dict[str, Any], environment: Environment) -> None:
+    """Fail unless a process and all that it has started have said that their accelerate is meshwright's."""
+    started = told.pop("started")
+    assert is_ours(told, environment), told
+    assert {name: said for name, said in started.items() if not is_ours(said, environment)} == {}
+    assert set(started) >= {"torchrun", "launch", "spawn", "notebook"}
+    assert ("Ray" in started) == (find_spec("ray") is not None)
+
+
+@pytest.mark.parametrize(
+    "door", ["python -m meshwright", *map(at_night, ["meshwright launch", "meshwright.install()"])]
+)
+def test_every_name_through_a_door_is_the_object_of_meshwright(
+    door: str, environment: Environment, tmp_path: Path
+) -> None:
+    told = environment.run(*DOORS[door](environment), "names", at=tmp_path).told
+    assert told["others"] == []
+    assert is_ours(told, environment)
+
+
+@pytest.mark.nightly
+def test_every_name_of_the_dropin_distribution_is_the_object_of_meshwright(
+    dropped_in: Environment, tmp_path: Path
+) -> None:
+    assert dropped_in.tell("names", at=tmp_path)["others"] == []
+
+
+@pytest.mark.nightly
+def test_every_name_in_a_notebook_is_the_object_of_meshwright(with_theirs: Environment, tmp_path: Path) -> None:
+    link_distributions(with_theirs, ["ipykernel"])
+    shown = run_notebook(with_theirs, ["%load_ext meshwright", f"%run {TELLS} names"], tmp_path)
+    assert json.loads(shown[1].splitlines()[-1])["others"] == []
 
 
 def test_one_line_is_said_however_many_processes_there_are(with_theirs: Environment, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from tests.ecosystem.trained_materials import make_everything
 
 REFERENCE = Path(sys.prefix) / "reference"
+PACKAGES = Path(get_path("purelib"))
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 600
 
@@ -171,12 +172,10 @@ SCRIPTS: dict[str, Script] = {
 """What runs. A script of transformers, accelerate or diffusers that is not named here asks for weights or packages."""
 
 
-def find(script: Script, checkouts: Path | None) -> Path | None:
+def find(script: Script, checkouts: Path | None, packages: Path = PACKAGES) -> Path | None:
     """Return where a script is: in an installed package or below the checkouts; None where it is not."""
-    package, _, rest = script.path.partition("/")
-    spec = find_spec(package) if package == "trl" else None
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent / rest
+    if (packages / script.path).exists():
+        return packages / script.path
     return (
         next((file for file in checkouts.rglob(Path(script.path).name) if str(file).endswith(script.path)), None)
         if checkouts

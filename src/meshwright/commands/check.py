@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.environment import CHECK, export, read_setting, variable_of
 from ..config.launch.options import spellings
-from ..config.launch.parser import GIVEN, verb_parser
+from ..config.launch.parser import GIVEN, StoreMesh, verb_parser
 from ..launch.arguments import add_launch_options, add_script
 from ..program import program_name
 from .launch import launch_and_exit
@@ -29,14 +29,19 @@ def check_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the verb, standalone or as a subcommand of `meshwright`."""
     parser = verb_parser(subparsers, "check", _DESCRIPTION)
     parser.usage = (
-        f"{program_name()} check [--mesh | --resume | --machine] [options of launch]\n"
-        "                        SCRIPT [ARGUMENTS]"
+        f"{program_name()} check [--mesh [AXIS=N,...] | --resume | --machine]\n"
+        "                        [options of launch] SCRIPT [ARGUMENTS]"
     )
     what = parser.add_argument_group("what is checked instead").add_mutually_exclusive_group()
     what.add_argument(
         "--mesh",
-        action="store_true",
-        help="that the script computes the same on many processes as on one: losses, gradients, parameters; on the CPU",
+        action=StoreMesh,
+        nargs="?",
+        const="",
+        default=False,
+        metavar="AXIS=N,...",
+        help="that the script computes the same on many processes as on one: losses, gradients, parameters; on the "
+        "CPU. The mesh is dp=2,tp=2, or what the options of launch say",
     )
     what.add_argument("--resume", action="store_true", help="that a run which was killed and resumed goes on exactly")
     what.add_argument(

@@ -39,6 +39,9 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(*spellings("open"), action="store_true", help="open the page in a browser")
     parser.add_argument(*spellings("live"), action="store_true", help="show the runs in the terminal while they run")
     parser.add_argument(
+        *spellings("ranks"), action="store_true", help="with --live: the step time of every rank of the newest run"
+    )
+    parser.add_argument(
         *spellings("interval"), type=seconds, default=1.0, metavar="SECONDS",
         help="update interval with --live; default: 1",
     )  # fmt: skip
@@ -65,7 +68,12 @@ def report_command(args: argparse.Namespace) -> None:
 
     paths = [Path(path) for path in args.run_dirs or [DEFAULT_RUN_DIR]]
     try:
-        if args.live:
+        if args.ranks:
+            _refuse_with_ranks(args)
+            from .terminal.ranks import show_ranks
+
+            show_ranks(paths, interval=args.interval)
+        elif args.live:
             _refuse_with_live(args)
             from ..tools.report.terminal.live import show_live
 
@@ -74,6 +82,14 @@ def report_command(args: argparse.Namespace) -> None:
             _write_page(args, paths)
     except ReportError as error:
         raise SystemExit(f"{program_name()} report: {error}") from None
+
+
+def _refuse_with_ranks(args: argparse.Namespace) -> None:
+    if not args.live:
+        raise SystemExit(f"{program_name()} report: --ranks is for the terminal. Add --live.")
+    _refuse_with_live(args)
+    if args.metric:
+        raise SystemExit(f"{program_name()} report: --ranks shows no metrics. Leave --metric out.")
 
 
 def _refuse_with_live(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`meshwright watch`: show the step time of every rank, by phase, live in the terminal."""
+"""`meshwright watch`: the short form of `meshwright report --live --ranks`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .report import DEFAULT_RUN_DIR, seconds
 
 _DESCRIPTION = (
     'Show the step time of every rank, by phase, during a run that logs with log_with="jsonl" on '
-    "several processes. A rank that makes the others wait is marked."
+    "several processes. A rank that makes the others wait is marked. The same as report --live --ranks."
 )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from ..config.environment import read_setting
-from ..runtime.group.runtime import Runtime
-from ..runtime.membership.member import Member
 
 if TYPE_CHECKING:
+    from ..runtime.group.runtime import Runtime
+    from ..runtime.membership.member import Member
     from .hangs.members import MemberWatcher
     from .hangs.watcher import Watcher
 
@@ -57,6 +55,8 @@ def _seconds() -> float:
 
 
 def _start(runtime: Runtime) -> Watcher | None:
+    import torch.distributed as dist  # commands that only read what was logged start without torch
+
     seconds = _seconds()
     if seconds <= 0 or runtime.num_processes == 1 or not dist.is_initialized() or not runtime.belongs_to_this_process():
         return None

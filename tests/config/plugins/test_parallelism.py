@@ -51,6 +51,7 @@ def test_sizes_that_do_not_fit_are_named_with_those_that_would() -> None:
     said = str(raised.value)
     assert "dp_shard_size=3 x tp_size=2 = 6 processes, and the run has 8" in said
     assert "dp_replicate_size=1, dp_shard_size=4; dp_replicate_size=2, dp_shard_size=2" in said
+    assert said.endswith("Or start 6 processes: --num_processes 6.")
     with pytest.raises(ValueError, match="make 3, which must be one of 1, 2, 4, 8"):
         ParallelismConfig(tp_size=3).fitted(8)
     with pytest.raises(ValueError, match="make 3"):

@@ -58,7 +58,7 @@ def test_a_script_is_judged_by_exit_code_panel_and_json(tmp_path: Path) -> None:
 
 def test_a_size_that_is_given_is_used(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ("check", "--mesh", "--num_processes", 2, "--parallelism_config_tp_size", 2, "train.py")
+    words = ("check", "--mesh", "tp=2", "--num_processes", 2, "train.py")
     launched = run_accelerate(*words, directory=tmp_path)
     assert launched.code == 2
     assert "tp_size=2 splits layers by a plan" in launched.complaints

@@ -160,11 +160,11 @@ def write_config(path: str | Path, contents: Mapping[str, Any], *, as_json: bool
     return path
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
     """Return ` Did you mean X?`, or an empty string if no known word is similar."""
     import difflib
 
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=similarity)
     return f" Did you mean {close[0]}?" if close else ""
 
 

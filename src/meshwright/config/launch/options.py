@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..enums import PrecisionType
-from ..environment import str_to_bool
+from ..environment import PARALLELISM_SIZES, str_to_bool
 
 
 def yes_no(word: str) -> bool:
@@ -499,12 +499,18 @@ _ELSEWHERE = (
 
 OPTIONS = (*_LAUNCH, *_MANIFESTS, *_COMPILE, *_FSDP, *_PARALLELISM, *_DEEPSPEED, *_MEGATRON, *_FP8, *_ELSEWHERE)
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+MESH_AXES: Mapping[str, str] = {
+    "dp": "parallelism_config_dp_replicate_size",
+    "fsdp": "parallelism_config_dp_shard_size",
+    **{size.removesuffix("_size"): f"parallelism_config_{size}" for size in PARALLELISM_SIZES},
+}
+"""Axis of `--mesh dp=4,tp=2` -> the option of its size."""
 USUAL = (
     *("cpu", "mixed_precision", "num_processes", "gradient_accumulation_steps", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "gpu_ids", "max_restarts", "survive", "log_dir", "quiet", "debug"),
-    *("explain", "module", "use_fsdp", "fsdp_version", "parallelism_config_tp_size"),
+    *("explain", "module", "use_fsdp", "fsdp_version"),
 )
-"""The options that `meshwright launch --help` shows; `--help-all` shows the others too."""
+"""The options that `meshwright launch --help` shows beside `--mesh`; `--help-all` shows the others too."""
 _SECOND_SPELLINGS = {
     "fp8_config.amax_history_length": "fp8_amax_history_len",
     "fp8_config.amax_compute_algorithm": "fp8_amax_compute_algo",

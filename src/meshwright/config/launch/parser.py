@@ -27,7 +27,7 @@ VERBS = {
     "to-fsdp2": "convert a configuration file from FSDP1 to FSDP2",
     "test": "test this machine: processes, collectives, data and training",
     "tpu-config": "run commands on every host of a TPU pod, by gcloud",
-    "watch": "show the step time of every rank, live in the terminal",
+    "watch": "show the step time of every rank: report --live --ranks",
 }
 GIVEN = "_given"
 """Attribute of the namespace: the names of the options that were given."""
@@ -154,10 +154,12 @@ class _StoreExplicit(argparse.Action):
     """Store a value and mark it as explicit: explicit values override a configuration file, defaults do not."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        if self.nargs == 0:
-            values = self.const
-        setattr(namespace, GIVEN, getattr(namespace, GIVEN, frozenset()) | {self.dest})
-        setattr(namespace, self.dest, values)
+        _store(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+def _store(namespace: argparse.Namespace, name: str, value: Any) -> None:
+    setattr(namespace, GIVEN, getattr(namespace, GIVEN, frozenset()) | {name})
+    setattr(namespace, name, value)
 
 
 class _AppendExplicit(_StoreExplicit):
@@ -167,6 +169,39 @@ class _AppendExplicit(_StoreExplicit):
         super().__call__(parser, namespace, [*(getattr(namespace, self.dest) or []), values], option_string)
 
 
+class StoreMesh(argparse.Action):
+    """Store `--mesh dp=4,tp=2` as the options of the sizes, as if they were given one by one."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Mark the option as given, and store the sizes, if there are any."""
+        setattr(namespace, self.dest, True)
+        if values != self.const:
+            for name, size in self._sizes(values).items():
+                _store(namespace, name, size)
+
+    def _sizes(self, words: str) -> dict[str, int]:
+        from .files import did_you_mean
+        from .options import MESH_AXES
+
+        sizes: dict[str, int] = {}
+        for word in words.split(","):
+            axis, _, size = (part.strip() for part in word.partition("="))
+            if axis not in MESH_AXES:
+                nearest = did_you_mean(axis, MESH_AXES, similarity=0.5)
+                known = ", ".join(MESH_AXES)
+                raise argparse.ArgumentError(self, f"axis {axis!r} is unknown.{nearest} The axes are {known}.")
+            may_be_rest = MESH_AXES[axis] in (MESH_AXES["dp"], MESH_AXES["fsdp"])
+            if not (size.isdecimal() and int(size)) and not (may_be_rest and size == "-1"):
+                rest = ", or -1 for what is left" if may_be_rest else ""
+                raise argparse.ArgumentError(
+                    self, f"{word.strip()!r}: expected {axis}=SIZE, a number of processes, 1 or more{rest}."
+                )
+            if MESH_AXES[axis] in sizes:
+                raise argparse.ArgumentError(self, f"{words!r}: the size of {axis!r} is given twice.")
+            sizes[MESH_AXES[axis]] = int(size)
+        return sizes
+
+
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], *, listed: Container[str] | None = None
 ) -> None:
@@ -174,7 +209,7 @@ def add_options(
 
     `listed` has the names of those that `--help` shows. `--help-all`, which is added then, shows the others too.
     """
-    from .options import GROUPS
+    from .options import GROUPS, MESH_AXES, PARALLELISM
 
     if listed is not None:
         parser.add_argument("--help-all", dest="help", action=_HelpAll, nargs=0, help="show every option and exit")
@@ -183,6 +218,10 @@ def add_options(
         by_group.setdefault(option.group, []).append(option)
     for name in (group for group in GROUPS if group in by_group):
         group = parser.add_argument_group(name)
+        if name == PARALLELISM and "--mesh" not in parser._option_string_actions:  # a verb may have its own
+            short = ", ".join(axis for axis in MESH_AXES if "_" not in axis)
+            text = f"the mesh, as dp=4,tp=2; axes: {short}"
+            group.add_argument("--mesh", action=StoreMesh, default=argparse.SUPPRESS, metavar="AXIS=N,...", help=text)
         for option in by_group[name]:
             if option.has_flag:
                 setattr(_add(group, option), _RARE, listed is not None and option.name not in listed)

@@ -395,6 +395,8 @@ class ParallelismConfig:
         else:
             fits = [n for n in range(1, num_processes + 1) if num_processes % n == 0]
             remedy = f"The axes without data make {fixed}, which must be one of {', '.join(map(str, fits))}"
+        if REST not in (self.dp_replicate_size, self.dp_shard_size):
+            remedy += f". Or start {self.total_size} processes: --num_processes {self.total_size}"
         return (
             f"ParallelismConfig asks for {asked} = {abs(self.total_size)} processes"
             f"{' or a multiple' if REST in (self.dp_replicate_size, self.dp_shard_size) else ''}, and the run has "
