@@ -15,7 +15,8 @@ import pytest
 from meshwright.commands.views import ReportError
 from meshwright.commands.views.page.page import build_page
 from meshwright.commands.views.runs import reading
-from meshwright.commands.views.runs.finding import Runs, find_files, read_runs, short_names
+from meshwright.commands.views.runs.finding import Runs, find_files, read_runs
+from meshwright.commands.views.runs.naming import short_names
 from meshwright.commands.views.runs.reading import Run
 from meshwright.commands.views.terminal.frame import Frame
 from meshwright.commands.views.terminal.ranks import Ranks, watched_run
