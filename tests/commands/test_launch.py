@@ -119,10 +119,10 @@ def test_an_option_of_the_launch_after_the_script_is_noticed(folder: Path) -> No
     assert (silent.code, silent.complaints) == (0, "")
 
 
-def test_a_missing_script_is_told_by_the_verdict(folder: Path) -> None:
-    launched = run_accelerate("launch", "--cpu", "--num_processes", 2, "trian.py", directory=folder)
-    assert "FileNotFoundError" in launched.panel
-    assert launched.code != 0
+def test_a_missing_script_is_told_before_anything_starts(folder: Path) -> None:
+    launched = run_accelerate("launch", "--cpu", "--num_processes", 2, "nowhere.py", directory=folder)
+    assert launched.complaints == f"meshwright launch: There is no script nowhere.py in {folder}.\n"
+    assert launched.code == 2
 
 
 def test_a_taken_port_is_named_and_a_free_one_is_the_default(folder: Path) -> None:

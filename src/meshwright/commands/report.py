@@ -70,7 +70,7 @@ def report_command(args: argparse.Namespace) -> None:
     try:
         if args.ranks:
             _refuse_with_ranks(args)
-            from .terminal.ranks import show_ranks
+            from ..tools.report.terminal.ranks import show_ranks
 
             show_ranks(paths, interval=args.interval)
         elif args.live:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.commands.check.check import check_parser
+from meshwright.commands.check import check_parser
 from meshwright.commands.launch import launch_command_parser
-from meshwright.commands.models.plan import plan_parser
+from meshwright.commands.plan import plan_parser
 from meshwright.config.environment import PARALLELISM_SIZES
 from meshwright.config.launch.options import BY_NAME, MESH_AXES, OPTIONS
 from meshwright.config.launch.parser import Parser, explicit_options

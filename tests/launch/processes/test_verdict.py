@@ -90,6 +90,24 @@ def test_ranks_that_wait_for_each_other_are_shown_with_the_rule_and_their_lines(
     assert launched.code == 1
 
 
+@pytest.mark.parametrize("options", [(), ("--log_dir", "logs")], ids=["no folder", "a folder"])
+def test_the_tracebacks_of_a_hang_are_in_files_and_not_above_the_panel(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    shutil.copy(FAULTS, tmp_path / "train.py")
+    words = ["launch", "--cpu", "--num_processes", 2, *options, "train.py", "stuck", 1]
+    launched = run_accelerate(*words, directory=tmp_path, MESHWRIGHT_HANG_SECONDS="2", TMPDIR=str(tmp_path))
+    assert launched.code == 1
+    assert "Traceback" not in launched.complaints
+    assert "StuckError" not in launched.complaints
+    folder = tmp_path / "logs" if options else Path(*tmp_path.glob("meshwright-tracebacks-*"))
+    assert folder.name in launched.panel
+    tracebacks = {file.name: file.read_text() for file in folder.rglob("traceback_rank_*.txt")}
+    assert sorted(tracebacks) == ["traceback_rank_0.txt", "traceback_rank_1.txt"]
+    assert all("Traceback" in text and "StuckError: Rank" in text for text in tracebacks.values())
+    assert "PartialState().wait_for_everyone()" in tracebacks["traceback_rank_1.txt"]
+
+
 UNEVEN = """
 import torch
 from meshwright import Accelerator
@@ -296,6 +314,31 @@ def raised(rank: int, **record: object) -> Ending:
     ("endings", "said", "unsaid"),
     [
         ((raised(0), raised(1)), ("rank 1 failed in the same place", "the same script in one process"), "way"),
+        (
+            (raised(0, text="KeyError: 'cat'", type="KeyError"), raised(1, text="KeyError: 'dog'", type="KeyError")),
+            ("also rank 1: KeyError: 'dog' (train.py:7)",),
+            "same",
+        ),
+        (
+            (raised(0), raised(1, frames=[FRAME | {"line": 3}, FRAME])),
+            ("also rank 1: ValueError: no (train.py:7)",),
+            "same",
+        ),
+        (
+            (raised(0, text="ValueError: device 0"), raised(1, text="ValueError: device 1")),
+            ("rank 1 failed in the same place",),
+            "also",
+        ),
+        (
+            (raised(0), raised(1), raised(2, text="ValueError: yes")),
+            ("rank 1 failed in the same place", "also rank 2: ValueError: yes (train.py:7)"),
+            "one process",
+        ),
+        (
+            tuple(raised(rank, text="ValueError: the mesh needs 4 processes") for rank in (0, 1)),
+            ("rank 1 failed in the same place",),
+            "one process",
+        ),
         ((raised(0, frames=[]), raised(1, frames=[])), ("rank 1 failed in the same way",), "same place"),
         (
             tuple(raised(rank, type="StuckError", text="StuckError: ranks wait. Look for it.") for rank in (0, 1)),

@@ -204,6 +204,58 @@ def test_the_search_leaves_the_charts_with_all_its_words(page: Browser) -> None:
     assert len(search("")) == 5
 
 
+def test_outliers_leave_the_chart_with_a_mark_until_they_are_asked_for(browser: Browser, tmp_path: Path) -> None:
+    def write(spike: float) -> str:
+        losses = [2 + (i % 10) / 10 for i in range(200)]
+        losses[100] = spike
+        write_run(tmp_path / "run", start(), *(values(i, **{"train/loss": loss}) for i, loss in enumerate(losses)))
+        browser.open(write_page(tmp_path))
+        assert drawn(browser, 0) > 500
+        picture: str = browser.run("document.querySelector('.card canvas').toDataURL()")
+        return picture
+
+    def outside() -> int:
+        found: int = browser.run("document.querySelector('.card').chart.outside")
+        return found
+
+    plain = write(2.5)
+    assert outside() == 0
+    marked = write(1e6)
+    assert outside() == 1
+    assert marked != plain, "there is a mark"
+    press(browser, "#clip")
+    assert outside() == 0
+    assert browser.run("document.querySelector('.card canvas').toDataURL()") != marked
+
+
+def test_times_are_shown_as_times_and_the_meter_is_folded(browser: Browser, tmp_path: Path) -> None:
+    records = [
+        values(i, **{"loss": 1, "eval/seconds": 90 + i, "meter/seconds_left": 4000 - i, "meter/ends_at": START + 4000})
+        for i in range(60)
+    ]
+    write_run(tmp_path / "2026-11-19_20-01-02", start(), *records)
+    browser.open(write_page(tmp_path))
+    assert texts(browser, ".chip") == ["digits"]
+    folded = (
+        "[...document.querySelectorAll('#groups details')].filter(group => !group.open).map(group => group.textContent)"
+    )
+    [meter] = browser.run(folded)
+    assert "meter/seconds_left" in meter
+    browser.run("document.querySelectorAll('#groups details').forEach(group => { group.open = true; })")
+    names = texts(browser, ".card h3")
+    shown = {}
+    for number, name in enumerate(names):
+        plot(browser, number)
+        assert drawn(browser, number) > 100, name
+        shown[name] = browser.run(f"document.querySelectorAll('.card')[{number}].querySelector('.now').textContent")
+    assert shown["eval/seconds"] == "2 min 29 s"
+    assert shown["meter/seconds_left"] == "1 h 05 min"
+    assert shown["meter/ends_at"].startswith("2025-11-1")
+    assert shown["loss"] == "1"
+    press(browser, "#log")
+    assert browser.run("document.documentElement.dataset.errors") == "0"
+
+
 def test_every_axis_scale_and_theme_draws(page: Browser) -> None:
     before = page.run("document.querySelector('.card canvas').toDataURL()")
     seen = {before}

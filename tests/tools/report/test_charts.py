@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,25 @@ def test_groups_stay_together_with_losses_first(tmp_path: Path) -> None:
         ("system", "memory/host (GiB)"),
     ], "a device without memory gets no chart"
     assert charts_of([run])[-1].curves[0][1].value.tolist() == [2.0]
+
+
+def test_the_meter_comes_last(tmp_path: Path) -> None:
+    logged = {"meter/samples_per_second": 1, "train/loss": 1, "other": 1}
+    run = read(write_run(tmp_path, start(), values(1, **logged)))
+    assert [chart.group for chart in charts_of([run])] == ["train", "", "meter"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "unit"),
+    [
+        ("meter/seconds_left", 12.5, "duration"), ("train_runtime", 3.0, "duration"), ("eval/seconds", 1, "duration"),
+        ("samples_per_second", 12.5, None), ("meter/steps_per_second", 3, None), ("loss", 1.0, None),
+        ("meter/ends_at", START, "clock"), ("look_at", 3.0, None), ("timestamp", "NaN", None),
+    ],
+)  # fmt: skip
+def test_a_name_and_its_values_tell_a_time(name: str, value: Any, unit: str | None, tmp_path: Path) -> None:
+    [chart] = charts_of([read(write_run(tmp_path, start(), values(1, **{name: value})))])
+    assert chart.unit == unit
 
 
 def test_runs_share_a_chart_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from meshwright.commands.watch import watch_command, watch_command_parser
 from meshwright.tools.report import ReportError
 from meshwright.tools.report.page.page import build_page
 from meshwright.tools.report.runs import reading
-from meshwright.tools.report.runs.finding import Runs, find_files, read_runs, short_names
+from meshwright.tools.report.runs.finding import Runs, find_files, read_runs
+from meshwright.tools.report.runs.naming import short_names
 from meshwright.tools.report.runs.reading import Run
 from meshwright.tools.report.terminal.frame import Frame
 from meshwright.tools.report.terminal.ranks import Ranks, watched_run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from ..plan import Plan, worker_command
 from .guard import Guard
 from .signals import exit_at_once, handled_by
 from .verdict import judge, panel
-from .worker import LAUNCHER_PID
+from .worker import LAUNCHER_PID, TRACEBACK_FILE_NAME
 
 if TYPE_CHECKING:
     from .elastic.job import Outcome
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 def supervise(settings: LaunchSettings, plan: Plan) -> int:
     """Run the processes of this machine by torchelastic, print the verdict, and return the exit code."""
+    if not (settings.module or settings.no_python or Path(plan.script[0]).exists()):
+        raise LaunchError(f"There is no script {plan.script[0]} in {Path.cwd()}.")
     with handled_by(exit_at_once):
         guard = Guard()  # starts during the rendezvous check and the import of torch
         _check_rendezvous(plan, take(preflight.SECRET_VARIABLE))
@@ -44,11 +48,23 @@ def supervise(settings: LaunchSettings, plan: Plan) -> int:
         with patch_environment(**variables):
             outcome = _run(settings, plan, folder, guard)
         out_of_memory = outcome.failed and _out_of_memory_kills() > kills_before
-        logs = str(kept) if kept else None
+        told = outcome.failed and not settings.quiet
+        logs = str(kept) if kept else _kept_tracebacks(folder) if told else None
         return conclude(settings, outcome, out_of_memory=out_of_memory, num_machines=plan.num_machines, logs=logs)
     finally:
         if kept is None:
             remove_folder(folder)
+
+
+def _kept_tracebacks(folder: Path) -> str | None:
+    """Copy the tracebacks of a hang out of a folder that is removed; return where they are, in words."""
+    files = sorted(folder.rglob(TRACEBACK_FILE_NAME.format(rank="*")))
+    if not files:
+        return None
+    place = Path(tempfile.mkdtemp(prefix="meshwright-tracebacks-"))
+    for file in files:  # in the order of attempts: the last one stays
+        shutil.copyfile(file, place / file.name)
+    return f"above; the tracebacks are in {place}"
 
 
 def conclude(

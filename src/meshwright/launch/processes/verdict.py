@@ -29,6 +29,12 @@ LOST_PEER_ERRORS = re.compile(
 )
 # What NCCL reports under the same names where the machine of the rank itself is at fault.
 _OWN_NCCL_ERRORS = re.compile(r"shared memory segment|no space left|no socket interface found", re.IGNORECASE)
+# Errors that are about several processes: one process has no such error, or another one.
+_ABOUT_PROCESSES = re.compile(
+    r"process.?group|\bgloo\b|\bnccl\b|c10d|torch\.distributed|\branks?\b|world.?size|num_processes|DTensor|\bmesh\b"
+    r"|DistributedDataParallel|collective",
+    re.IGNORECASE,
+)
 _DEAD_RANK = re.compile(r"\b(is dead|has left|has failed)\b")
 
 
@@ -189,6 +195,11 @@ class Verdict:
         return code if code >= 0 else 128 - code
 
     @property
+    def is_common(self) -> bool:
+        """Whether every rank failed in the same way, so that one process would, too."""
+        return not (self.other_failures or self.collateral)
+
+    @property
     def names_all_ranks(self) -> bool:
         """Whether the evidence says where every rank was."""
         return self.culprit.diagnosis is not None or bool(self.shapes)
@@ -269,13 +280,16 @@ def _time(ending: Ending) -> float:
 
 
 def kind_of_failure(ending: Ending) -> tuple[object, ...]:
-    """Return what two failures of the same kind have in common: the exception and its line, or the exit code."""
+    """Return what two failures of the same kind have in common: the exception with its lines, or the exit code.
+
+    Numbers in the message may differ: those of ranks and devices do.
+    """
     if ending.record is None:
         return (ending.exit_code,)
     if ending.diagnosis is not None:
         return (ending.record["type"],)
-    last = ending.record["frames"][-1:] or [{}]
-    return ending.record["type"], last[0].get("file"), last[0].get("line")
+    places = [(frame["file"], frame["line"]) for frame in ending.record["frames"]]
+    return ending.record["type"], re.sub(r"\d+", "0", ending.record["text"]), tuple(places)
 
 
 def describe(ending: Ending, out_of_memory: bool = False) -> str:
@@ -312,7 +326,7 @@ def panel(verdict: Verdict, *, machine_rank: int, num_machines: int, logs: str |
         lines += _field("but", lost, width)
     lines += _alike_lines(verdict, width)
     for other in verdict.other_failures:
-        lines += _field("also", f"rank {other.rank}: {describe(other, verdict.out_of_memory)}", width)
+        lines += _field("also", f"rank {other.rank}: {_in_a_line(other, verdict.out_of_memory)}", width)
     if verdict.collateral and not verdict.names_all_ranks:
         lines += _field("collateral", collateral_text(verdict.collateral), width)
     if attempts > 1:
@@ -333,6 +347,14 @@ def _alike_lines(verdict: Verdict, width: int) -> list[str]:
     record = verdict.culprit.record
     place = "place" if record is not None and record["frames"] else "way"
     return _field("the same", f"{_ranks(verdict.alike)} failed in the same {place}", width)
+
+
+def _in_a_line(ending: Ending, out_of_memory: bool) -> str:
+    """Describe how another rank ended, with the message and the line of its exception."""
+    if ending.record is None or ending.record["type"] == "SystemExit":
+        return describe(ending, out_of_memory)
+    text, frames = ending.record["text"].partition("\n")[0], ending.record["frames"]
+    return f"{text} ({_relative(frames[-1]['file'])}:{frames[-1]['line']})" if frames else text
 
 
 def _field(name: str, text: str, width: int) -> list[str]:
@@ -463,14 +485,22 @@ def remedy(ending: Ending, verdict: Verdict) -> str:
     for pattern, advice in _REMEDIES:
         if re.search(pattern, text, re.IGNORECASE | re.DOTALL):
             return advice
+    if verdict.alike and verdict.is_common and not _ABOUT_PROCESSES.search(text):
+        return f"the same script in one process, where a debugger works: python {_script_of(ending)}"
     if verdict.alike:
-        return "the same script in one process: python script.py"
+        return "the lines above"
     if verdict.collateral or verdict.other_failures:
         return (
             f"what is different on rank {ending.rank}: its part of the data, a file, or code behind is_main_process; "
             "`python script.py` alone may not show it"
         )
     return "the lines above"  # it was one process
+
+
+def _script_of(ending: Ending) -> str:
+    """Return the script, as far as the frames of an exception tell."""
+    frames = ending.record["frames"] if ending.record is not None else []
+    return _relative(frames[0]["file"]) if frames and frames[0]["function"] == "<module>" else "SCRIPT"
 
 
 _REMEDY_FOR_SIGNALS = {

@@ -17,6 +17,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from contextlib import nullcontext, redirect_stderr, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -26,6 +27,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_PID = "MESHWRIGHT_LAUNCHER_PID"
 DEBUG_RANK = "MESHWRIGHT_DEBUG_RANK"
 CRASH_FILE_NAME = "crash.txt"
+TRACEBACK_FILE_NAME = "traceback_rank_{rank}.txt"
 DIAGNOSIS = "__accelerate_diagnosis__"
 """Attribute of an exception: the watcher's diagnosis of a lost peer."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
@@ -60,7 +62,7 @@ def main() -> None:
         write_record(error, error_file)
         error.__traceback__ = without_launcher_frames(error.__traceback__)
         sys.last_value = error  # as Python does itself, so that exit handlers can see the failure
-        sys.excepthook(type(error), error, error.__traceback__)
+        report(error, error_file)
         if is_debugged and isinstance(error, Exception):
             debug(error)
         if hasattr(error, DIAGNOSIS):  # the watcher has added its diagnosis
@@ -163,6 +165,17 @@ def run_module(name: str) -> None:
     sys.path[0] = os.getcwd()
     sys.modules["__accelerate_worker__"] = sys.modules["__main__"]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def report(error: BaseException, error_file: str | None) -> None:
+    """Call `sys.excepthook`. The traceback of a hang goes to a file: the launcher's panel says what it means."""
+    log = None
+    if error_file is not None and type(error).__name__ == "StuckError":
+        name = TRACEBACK_FILE_NAME.format(rank=os.environ.get("RANK", "0"))
+        with suppress(OSError):  # a full disk must not hide the error itself
+            log = Path(error_file).with_name(name).open("w", encoding="utf-8")
+    with log or nullcontext(), redirect_stderr(log) if log else nullcontext():
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def error_record(error: BaseException) -> dict[str, Any]:

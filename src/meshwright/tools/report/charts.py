@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from .runs.reading import Points, Run
+from .runs.reading import Floats, Points, Run
 
 LOSS, SCORE, RATE, SPEED, MEMORY, OTHER = range(6)
 """Kinds of charts, in the order in which they are shown."""
@@ -22,6 +22,13 @@ _WORDS = (
     (SPEED, {"throughput", "speed", "tflops", "mfu", "utilization", "sec", "second"}),
     (MEMORY, {"memory", "mem", "vram"}),
 )  # fmt: skip
+METER = "meter"
+"""The group of what `Accelerator(meter=True)` logs. It is shown last, and folded on the page."""
+DURATION, MOMENT = "duration", "clock"
+"""Units of times: seconds, and seconds since 1970."""
+_DURATIONS = {"seconds", "secs", "duration", "runtime", "elapsed", "eta"}
+_MOMENTS = {"at", "timestamp"}
+_EARLIEST, _LATEST = 9e8, 9e9
 GIB = 2.0**30
 _SPEED_INTERVALS = 400
 
@@ -37,9 +44,22 @@ class Chart:
     """The number of a run, and its points."""
 
     @property
+    def unit(self) -> str | None:
+        """The unit of its values, where the name tells it: a time, or None for a number."""
+        words = re.split(r"[^a-z0-9]+", self.name.lower())
+        if _MOMENTS & set(words[-1:]) and all(_are_moments(points.value) for _, points in self.curves):
+            return MOMENT
+        return DURATION if "per" not in words and _DURATIONS & set(words) else None
+
+    @property
     def better(self) -> int:
         """-1 if lower is better, 1 if higher is better, 0 if unknown."""
         return {LOSS: -1, SCORE: 1}.get(self.kind, 0)
+
+
+def _are_moments(values: Floats) -> bool:
+    finite = values[np.isfinite(values)]
+    return bool(len(finite) and finite.min() > _EARLIEST and finite.max() < _LATEST)
 
 
 def kind_of(name: str) -> int:
@@ -84,12 +104,12 @@ def matches(name: str, wanted: Iterable[str]) -> bool:
 
 
 def _in_order(charts: Iterable[Chart]) -> list[Chart]:
-    """Sort by kind, but keep a group together, at the position of its first chart."""
+    """Sort by kind, but keep a group together, at the position of its first chart; the meter comes last."""
     ordered = sorted(charts, key=lambda chart: chart.kind)
     positions: dict[str, int] = {}
     for position, chart in enumerate(ordered):
         positions.setdefault(chart.group, position)
-    return sorted(ordered, key=lambda chart: positions[chart.group])
+    return sorted(ordered, key=lambda chart: (chart.group == METER, positions[chart.group]))
 
 
 def throughput(progress: Points) -> Points:

@@ -114,11 +114,15 @@ class Interrupter:
         """End the process as if the thread had raised where it is."""
         trace = _traceback(sys._current_frames().get(self._thread.ident or 0))
         error = StuckError(self._message).with_traceback(trace)
-        with suppress(Exception):
-            sys.excepthook(StuckError, error, trace)
-        with suppress(Exception):  # the launcher's record of how this rank ended
-            worker: Any = sys.modules["__accelerate_worker__"]
-            worker.write_record(error, read(worker.ERROR_FILE))
+        worker: Any = sys.modules.get("__accelerate_worker__")
+        if worker is None:
+            with suppress(Exception):
+                sys.excepthook(StuckError, error, trace)
+        else:  # it keeps the launcher's record of how this rank ended
+            with suppress(Exception):
+                worker.report(error, read(worker.ERROR_FILE))
+            with suppress(Exception):
+                worker.write_record(error, read(worker.ERROR_FILE))
         threading.settrace(None)  # see [Note: traced threads]
         exit_hooks = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
         exit_hooks.start()

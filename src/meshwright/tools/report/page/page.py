@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import ReportError
-from ..charts import OTHER, RATE, Chart, charts_of
+from ..charts import METER, OTHER, RATE, Chart, charts_of
 from ..runs.moments import FILE_NAME as RANKS_FILE, Windows, newest_windows
+from ..runs.naming import flat, plain
 from ..runs.reading import Floats, Points, Run, describe_lost
 from ..runs.replicas import Changes, read_changes
 from ..runs.sampling import bucket_means, downsampled, not_finite
@@ -53,7 +54,8 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
         "limit": limit,
         "runs": [_run(run, now) for run in runs],
         "charts": [_chart(chart, runs, limit, arrays) for chart in charts],
-        "main": [index for index, chart in enumerate(charts) if chart.kind != OTHER][:_MAIN_METRICS] or [0],
+        "main": [i for i, chart in enumerate(charts) if chart.kind != OTHER and chart.group != METER][:_MAIN_METRICS]
+        or [0],
         "texts": list(_texts(runs)),
         "textsLeftOut": sum(max(0, len(run.texts) - _TEXTS_PER_RUN) for run in runs),
         "arrays": arrays.texts,
@@ -117,7 +119,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "lastTime": run.last_time,
         "skipped": run.skipped + run.torn + windows.skipped + (0 if changes is None else changes.skipped),
         "lost": describe_lost(run),
-        "facts": {key: _plain(facts[key]) for key in ("processes", "torch", "meshwright") if key in facts},
+        "facts": {key: plain(facts[key]) for key in ("processes", "torch", "meshwright") if key in facts},
         "config": dict(flat(run.config)),
         "ranks": _ranks(run, windows, has_members=changes is not None),
         "replicas": None if changes is None else _replicas(run, changes),
@@ -164,19 +166,6 @@ def _ranks(run: Run, windows: Windows, *, has_members: bool) -> dict[str, Any] |
     }
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Return a nested configuration as lines of `outer.inner` and a value."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", _plain(value)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def _texts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for number, run in enumerate(runs):
         for text in run.texts[-_TEXTS_PER_RUN:]:
@@ -188,6 +177,7 @@ def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> di
         "name": chart.name,
         "group": chart.group,
         "better": chart.better,
+        "unit": chart.unit,
         "exact": chart.kind == RATE,  # a schedule is not smoothed
         "curves": [_curve(number, points, runs[number], limit, arrays) for number, points in chart.curves],
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ....errors import InvalidDataError
 from .. import ReportError
+from .naming import name_runs
 from .reading import Run
 
 FILE_NAME = "metrics.jsonl"
@@ -36,13 +36,14 @@ class Runs:
             self._search()
             # A slow search, in many folders or over a network, is done less often.
             self._next_search = time.monotonic() + 10 * (time.monotonic() - began)
-        return sum(read_appended(run) for run in self) > 0
+        has_new = sum(read_appended(run) for run in self) > 0
+        if has_new:
+            name_runs(list(self))
+        return has_new
 
     def _search(self) -> None:
         found = find_files(self.paths)
         self._by_file = {file: self._by_file.get(file) or Run(file) for file in found}
-        for run, name in zip(self, short_names([file.parent for file in found]), strict=True):
-            run.name = name
 
 
 def read_appended(run: Run) -> bool:
@@ -70,23 +71,6 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
             if FILE_NAME in files and file.is_file():  # and not a pipe
                 found.setdefault(os.path.realpath(file), file)
     return list(found.values())
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest unique suffix of each folder's path."""
-    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
-    names: list[str] = []
-    endings: dict[int, Counter[tuple[str, ...]]] = {}
-    for mine in parts:
-        length = 1
-        while length < len(mine):
-            if length not in endings:
-                endings[length] = Counter(other[-length:] for other in parts)
-            if endings[length][mine[-length:]] == 1:
-                break
-            length += 1
-        names.append("/".join(mine[-length:]))
-    return names
 
 
 def read_runs(paths: Sequence[Path]) -> Runs:

@@ -11,8 +11,8 @@ import numpy as np
 from ....program import program_name
 from ....untrusted import printable
 from ..charts import Chart, charts_of
-from ..page.page import flat
 from ..runs.finding import FILE_NAME, Runs
+from ..runs.naming import flat
 from ..runs.reading import Run, describe_lost, describe_skipped
 from ..runs.replicas import read_changes
 from ..runs.throughput import newest_throughput

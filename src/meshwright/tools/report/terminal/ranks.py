@@ -13,6 +13,7 @@ from ....untrusted import printable
 from .. import ReportError
 from ..runs.finding import find_files, read_appended, read_runs
 from ..runs.moments import FILE_NAME, StepWindow, newest_windows
+from ..runs.naming import name_runs
 from ..runs.reading import Run, describe_lost, describe_skipped
 from ..runs.replicas import FILE_NAME as REPLICAS_FILE, Change, read_changes
 from ..runs.throughput import newest_throughput
@@ -24,6 +25,7 @@ _COLUMN = 10
 _MAX_FINDING_LINES = 2
 _LONGEST_FINDING = 1000
 _MAX_CHANGES = 8
+_OTHER = "other: the script's own code between optimizer.step() and the next batch"
 _LETTERS = {"data": "d", "forward": "f", "backward": "b", "step": "s", "saving": "v", "waiting": "w", "other": "o"}
 """Letters of the phases, for bars without colours."""
 
@@ -39,7 +41,7 @@ class Ranks:
         self._skipped = run.skipped + skipped + (0 if self._changes is None else self._changes.skipped)
         ranks = sorted(self._window.ranks) if self._window is not None else []
         self._throughput = newest_throughput(run)
-        free_lines = self.height - 6 - _MAX_FINDING_LINES - bool(self._throughput)
+        free_lines = self.height - 7 - _MAX_FINDING_LINES - bool(self._throughput)
         changes = [] if self._changes is None else self._changes.changes
         self._newest = changes[-min(_MAX_CHANGES, max(1, free_lines // 3)) :]
         free_lines = max(1, free_lines - len(self._newest) - 3 * bool(changes))
@@ -53,6 +55,8 @@ class Ranks:
         lines = [self._head(), *throughput, []]
         if self._window is not None:
             lines += [*self._table(self._window, coloured), [], *self._finding(self._window)]
+            if "other" in [self._window.phases[phase] for phase in self._window.used]:
+                lines.append([Span(_OTHER, DIM)])
         elif self._changes is None:
             lines.append([Span("waiting for the first steps …", DIM)])
         if self._changes is not None:
@@ -187,6 +191,7 @@ def show_ranks(paths: Sequence[Path], *, interval: float) -> None:
     """Show the ranks of the newest run until it has ended or the user leaves; without a terminal, show them once."""
     run = watched_run(paths)
     read_appended(run)
+    name_runs([run])
     if not has_screen(sys.stdout):
         show_once(sys.stdout, Ranks(run, *shutil.get_terminal_size((100, 40))))
         return

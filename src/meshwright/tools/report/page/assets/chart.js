@@ -18,7 +18,7 @@ function element(tag, attributes = {}, ...children) {
 
 class Chart {
   constructor(spec, view, large = false) {
-    Object.assign(this, { spec, view, large, visible: large, drawn: -1, drag: null, zoom: null });
+    Object.assign(this, { spec, view, large, visible: large, drawn: -1, fence: [-Infinity, Infinity], drag: null, zoom: null });
     this.curves = spec.curves;
     const bad = this.curves.reduce((sum, curve) => sum + (curve.spec.bad || 0), 0);
     this.base = element("canvas");
@@ -126,21 +126,20 @@ class Chart {
       }
     }
     if (!found.length) return { empty: true, left };
-    let low, high;
-    if (this.view.clip && found.length > 50) {
-      const sorted = Float64Array.from(found).sort();
-      low = sorted[Math.floor(0.01 * (sorted.length - 1))];
-      high = sorted[Math.ceil(0.99 * (sorted.length - 1))];
-    } else {
-      low = high = found[0];
-      for (const v of found) { if (v < low) low = v; if (v > high) high = v; }
+    const fence = this.fence = this.view.clip ? outlierFence(found, log) : [-Infinity, Infinity];
+    let low = Infinity, high = -Infinity, outside = 0;
+    for (const v of found) {
+      if (v < fence[0] || v > fence[1]) { outside++; continue; }
+      if (v < low) low = v;
+      if (v > high) high = v;
     }
     if (log) {
       const pad = Math.max(0.02, 0.05 * Math.log10(high / low));
-      return { low: low / 10 ** pad, high: high * 10 ** pad, left };
+      return { low: low / 10 ** pad, high: high * 10 ** pad, left, outside };
     }
-    const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-    return { low: low - pad, high: high + pad, left };
+    const pad = (high - low) * 0.06 || (this.spec.unit === "clock" ? 60 : Math.abs(high) * 0.1) || 1;
+    const least = this.spec.unit === "duration" && low >= 0 ? 0 : -Infinity;
+    return { low: Math.max(least, low - pad), high: high + pad, left, outside };
   }
 
   fit() {
@@ -159,9 +158,9 @@ class Chart {
     if (this.drawn === this.view.version || !this.visible) return;
     this.drawn = this.view.version;
     this.fit();
-    const { view, width, height } = this, ink = view.ink;
+    const { view, spec, width, height } = this, ink = view.ink;
     const pen = this.base.getContext("2d");
-    const domain = this.domain(), log = view.log, range = this.range(domain, log);
+    const domain = this.domain(), log = view.log && spec.unit !== "clock", range = this.range(domain, log);
     pen.clearRect(0, 0, width, height);
     pen.font = FONT;
     this.scale = null;
@@ -202,16 +201,43 @@ class Chart {
       if (soft) {
         pen.globalAlpha = dim ? 0.15 : 1;
         pen.lineWidth = 1.8;
-        this.trace(pen, mx, curve.smooth(view.axis, this.memory()), scale);
+        this.trace(pen, mx, curve.smooth(view.axis, this.memory(), this.fence), scale);
       }
     }
     pen.restore();
     this.drawMarks(pen, scale);
     this.drawChanges(pen, scale);
-    if (range.left) {
+    if (range.outside) this.drawOutliers(pen, scale, range);
+    this.outside = range.outside;
+    const notes = [];
+    if (range.left) notes.push(`${count(range.left, "point")} at or below zero not shown`);
+    if (range.outside) notes.push(`${count(range.outside, "outlier")} outside`);
+    if (notes.length) {
       pen.fillStyle = ink.muted;
       pen.textAlign = "right";
-      pen.fillText(`${range.left} points at or below zero are not shown`, width - RIGHT - 4, TOP + 10);
+      pen.textBaseline = "middle";
+      pen.fillText(notes.join(", "), width - RIGHT - 4, TOP + 14);
+    }
+  }
+
+  // An arrow at the edge, in the run's colour, where outliers leave the chart.
+  drawOutliers(pen, scale, range) {
+    const { x: toX, domain } = scale;
+    for (const curve of this.shown()) {
+      pen.strokeStyle = this.view.colour(curve.run);
+      pen.lineWidth = 1.6;
+      pen.beginPath();
+      const { x, y } = curve.on(this.view.axis);
+      const last = { 1: -99, "-1": -99 };
+      for (let i = firstFrom(x, domain[0]); i < x.length && x[i] <= domain[1]; i++) {
+        const up = y[i] > range.high ? 1 : y[i] < range.low ? -1 : 0, px = toX(x[i]);
+        if (!up || !Number.isFinite(y[i]) || (scale.log && y[i] <= 0) || px - last[up] < 7) continue;
+        last[up] = px;
+        const tip = up > 0 ? TOP : this.height - BOTTOM - 1;
+        pen.moveTo(px - 3.5, tip + 4 * up); pen.lineTo(px, tip); pen.lineTo(px + 3.5, tip + 4 * up);
+        pen.moveTo(px, tip); pen.lineTo(px, tip + 9 * up);
+      }
+      pen.stroke();
     }
   }
 
@@ -245,7 +271,7 @@ class Chart {
     pen.textBaseline = "middle";
     const rows = Math.max(3, Math.min(10, Math.round(height / 36))), columns = Math.max(2, Math.floor(width / 90));
     pen.beginPath();
-    for (const tick of log ? logTicks(range.low, range.high) : linearTicks(range.low, range.high, rows)) {
+    for (const tick of this.valueTicks(range, log, rows)) {
       const y = Math.round(scale.y(tick.at)) + 0.5;
       if (y < TOP || y > height - BOTTOM) continue;
       pen.moveTo(LEFT, y);
@@ -266,6 +292,12 @@ class Chart {
     pen.moveTo(LEFT, height - BOTTOM + 0.5);
     pen.lineTo(width - RIGHT, height - BOTTOM + 0.5);
     pen.stroke();
+  }
+
+  valueTicks({ low, high }, log, rows) {
+    const { unit } = this.spec;
+    if (log) return logTicks(low, high);
+    return unit ? timeTicks(low, high, rows, unit === "clock") : linearTicks(low, high, rows);
   }
 
   // A small cross at the axis, in the run's colour, where a value was NaN or infinite.
@@ -331,7 +363,7 @@ class Chart {
       const reading = { curve, x: x[i], value: y[i], raw: null };
       if (this.soft() && mx.length > 2) {
         const j = nearest(mx, at);
-        Object.assign(reading, { x: mx[j], value: curve.smooth(view.axis, this.memory())[j], raw: y[i] });
+        Object.assign(reading, { x: mx[j], value: curve.smooth(view.axis, this.memory(), this.fence)[j], raw: y[i] });
       }
       out.push(reading);
     }
@@ -351,7 +383,7 @@ class Chart {
       item.style.display = item.hidden ? "none" : "";
       item.firstChild.style.backgroundColor = view.colour(curve.run);
       const value = by ? by.get(curve) : curve.spec.last;
-      text.data = by && !by.has(curve) ? "–" : (this.large ? say : brief)(value);
+      text.data = by && !by.has(curve) ? "–" : inUnit(this.spec.unit, this.large ? say : brief)(value);
     });
     if (!readings) return;
     const x = scale.x(here.x);

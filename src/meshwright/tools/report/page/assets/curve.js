@@ -56,12 +56,12 @@ class Curve {
     return before;
   }
 
-  smooth(axis, memory) {
-    const key = `${axis} ${memory}`;
+  smooth(axis, memory, fence) {
+    const key = `${axis} ${memory} ${fence}`;
     if (this.smoothKey !== key) {
       const { mx, my } = this.on(axis);
       this.smoothKey = key;
-      this.smoothValues = smoothed(mx, my, memory);
+      this.smoothValues = smoothed(mx, my, memory, fence);
     }
     return this.smoothValues;
   }

@@ -26,8 +26,16 @@ function brief(value) {
   return (size >= 1000 ? Math.round(value).toLocaleString("en-US") : value.toPrecision(size >= 1 ? 4 : 3)).replace("-", "−");
 }
 
+// A value in the unit of its metric: a number, a time in seconds, or a moment.
+function inUnit(unit, plain = formatNumber) {
+  if (unit === "duration") return (value) => (Number.isFinite(value) && value !== null ? formatDuration(value) : formatNumber(value));
+  if (unit === "clock") return (value) => (Number.isFinite(value) && value !== null ? formatClock(value) : formatNumber(value));
+  return plain;
+}
+
 function formatDuration(seconds) {
   const s = Math.max(0, seconds);
+  if (s > 0 && s < 1) return `${formatNumber(s < 0.001 ? s * 1e6 : s * 1e3).replace(/(\.\d)\d*$/, "$1")} ${s < 0.001 ? "µs" : "ms"}`;
   if (s < 60) return `${s < 10 ? s.toFixed(1) : Math.round(s)} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
   const hours = Math.floor(s / 3600);
@@ -41,6 +49,20 @@ function formatClock(seconds, withDay = true) {
   const d = new Date(seconds * 1000);
   const time = `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
   return withDay ? `${d.getFullYear()}-${two(d.getMonth() + 1)}-${two(d.getDate())} ${time}` : time;
+}
+
+// The values between which a curve is drawn. Beyond are outliers: at most 2 % at each end, and further from the next value
+// than twice what the others span. The values of a curve that begins high and falls are near each other.
+function outlierFence(values, log) {
+  if (values.length < 50) return [-Infinity, Infinity];
+  const sorted = Float64Array.from(values, log ? Math.log10 : undefined).sort();
+  const last = sorted.length - 1, few = Math.max(1, Math.floor(0.02 * last));
+  const spread = 2 * (sorted[last - few] - sorted[few]);
+  if (!(spread > 0)) return [-Infinity, Infinity];  // a constant: nothing says what is far
+  let low = few, high = last - few;
+  while (low > 0 && sorted[low] - sorted[low - 1] <= spread) low--;
+  while (high < last && sorted[high + 1] - sorted[high] <= spread) high++;
+  return [sorted[low], sorted[high]].map((v) => (log ? 10 ** v : v));
 }
 
 // Round steps between ticks: 1, 2 or 5 times a power of ten, or for times what clocks have.
@@ -111,12 +133,14 @@ function relativeText(at, step) {
 
 // An exponential mean whose memory is a length on the axis, so that curves logged more often are not smoothed less.
 // Weights that sum to one from the first point on: nothing pulls its beginning towards zero.
-function smoothed(x, y, memory) {
+// Values beyond the fence are outliers, which do not move it.
+function smoothed(x, y, memory, fence) {
   const out = new Float64Array(y.length);
   let sum = 0, weight = 0, before = x[0];
   for (let i = 0; i < y.length; i++) {
     const v = y[i];
     if (!Number.isFinite(v)) { out[i] = NaN; continue; }
+    if (v < fence[0] || v > fence[1]) { out[i] = sum / weight; continue; }
     const keep = Math.exp(-Math.max(0, x[i] - before) / memory);
     sum = sum * keep + v;
     weight = weight * keep + 1;

@@ -3,6 +3,7 @@
 const root = document.documentElement;
 const byId = (id) => document.getElementById(id);
 const FRAME_SHARE = 7;
+const FOLDED = "meter";
 const failures = [];
 const fail = (message) => { failures.push(String(message)); root.dataset.errors = failures.length; root.dataset.firstError = failures[0]; };
 window.addEventListener("error", (event) => fail(event.message));
@@ -17,7 +18,7 @@ const count = (n, word) => `${n.toLocaleString("en-US")} ${word}${n === 1 ? "" :
 
 class View {
   constructor(runs) {
-    Object.assign(this, { runs, charts: [], axis: "step", smoothing: 0.2, log: false, clip: false });
+    Object.assign(this, { runs, charts: [], axis: "step", smoothing: 0.2, log: false, clip: true });
     Object.assign(this, { zoom: null, hidden: new Set(), focus: null, pointer: null, version: 0, full: [0, 1] });
     this.readInk();
   }
@@ -78,8 +79,8 @@ class View {
     const rows = chart.readings(x).sort((a, b) => b.value - a.value).slice(0, 16).flatMap(({ curve, value, raw }) => [
       element("span", { class: "dot", colour: this.colour(curve.run) }),
       element("span", { class: "tip-name" }, this.runs[curve.run].name),
-      element("span", { class: "value" }, formatNumber(value)),
-      element("span", { class: "muted" }, raw === null ? "" : formatNumber(raw)),
+      element("span", { class: "value" }, inUnit(chart.spec.unit)(value)),
+      element("span", { class: "muted" }, raw === null ? "" : inUnit(chart.spec.unit)(raw)),
     ]);
     const changes = chart.changesAt(x).slice(0, 4).map(({ kind, text, count }) => element("p", { class: `change ${kind}` }, `${text}; ${count} replicas`));
     tip.replaceChildren(element("strong", {}, where), element("div", {}, ...rows), ...changes);
@@ -184,7 +185,7 @@ function fillCharts() {
     view.charts.push(...charts);
     const cards = element("div", { class: "cards" }, ...charts.map((chart) => chart.card));
     const title = name || (groups.size > 1 ? "general" : "metrics");
-    byId("groups").append(element("details", { class: `group ${["", "one", "two"][specs.length] || ""}`, open: true }, element("summary", {}, title, element("span", { class: "muted" }, String(specs.length))), cards));
+    byId("groups").append(element("details", { class: `group ${["", "one", "two"][specs.length] || ""}`, open: name !== FOLDED }, element("summary", {}, title, element("span", { class: "muted" }, String(specs.length))), cards));
     for (const chart of charts) { chart.card.chart = chart; seen.observe(chart.card); }
   }
 }

@@ -39,7 +39,7 @@ function summaryTable(view, data) {
         title: what, metric, value: (run) => of(run, what),
         cell: (run) => {
           const value = of(run, what);
-          const text = value === undefined ? "–" : formatNumber(value);
+          const text = value === undefined ? "–" : inUnit(metric.unit)(value);
           const classes = `number ${what === "last" ? "edge" : ""} ${text === "NaN" ? "nan" : ""} ${view.runs.length > 1 && value === best[what] && value !== null ? "best" : ""}`;
           return cell(text, classes);
         },
