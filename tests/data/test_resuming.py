@@ -240,7 +240,7 @@ def check_training(kind: str, n: int, window: int, stops: Sequence[int], folder:
 
 ENDS = sized(gate=(2,), nightly=(0, 1, 2, 3, 4, 5, 6, 7))
 """How many samples are behind the last full round of 8."""
-STOPS = sized(gate=(2, 9), nightly=tuple(range(1, 13)))
+STOPS = sized(gate=(9,), nightly=tuple(range(1, 13)))
 WINDOWS = sized(gate=(2,), nightly=(1, 2, 3))
 
 
