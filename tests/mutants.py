@@ -1,9 +1,10 @@
-"""Draw random mutants of the source, run the tests of the mirrored folder on each, and list those that nobody noticed.
+"""Draw random mutants of the source, run tests on each, and list those that nobody noticed.
 
     python -m tests.mutants 25 --seed 1          # in a copy of src, which is changed; the repository is not
 
-A mutant is one changed operator, number, comparison or branch in a module where numbers are made. A mutant that no
-test notices is either equivalent, which reading shows, or a missing assertion.
+A mutant is one changed operator, number, comparison or branch in a module where numbers are made. The tests that mirror
+the module run first, then the others of its part of the package. A mutant that none of them notices is either
+equivalent, which reading shows, or a missing assertion.
 
 [Note: forks] Tests of a mutant run in a fork of this process, which has imported what they need, and their ranks in
 forks of that one. If a function is changed, the fork replaces its code. If a module or a class is changed in what it
@@ -43,22 +44,31 @@ PLACES = [
     "checkpoint",
     "data",
     "inference/planning",
+    "launch/devices.py",
+    "launch/machines",
+    "launch/notebook",
+    "launch/processes",
     "optimizer.py",
+    "parallel/base.py",
     "parallel/mesh",
     "parallel/modules",
+    "parallel/pipeline",
     "parallel/replicas",
     "precision",
     "runtime/collectives",
     "scheduler.py",
     "tools/meter",
 ]
-"""The modules where numbers are made."""
+"""The modules where numbers are made, and those that start the processes."""
 
 SHORTEST_LIMIT, FIRST_LIMIT = 60.0, 240.0
 """Seconds for a test: at least, and where nobody knows how long it takes. A test that does not end notices a mutant."""
 
 NOT_TRIED = 98
 """The exit code where the changed code cannot stand for the old one: such a mutant is counted as missed."""
+
+OURS = ("meshwright", "accelerate", "transformers")
+"""What is or imports the package; a mutant of what a module computes when it is imported is tried before."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -163,6 +173,15 @@ def tests_of(module: Path) -> list[Path]:
         if found := sorted((ROOT / "tests" / folder).glob("test_*.py")):
             return found
     return []
+
+
+def other_tests_of(module: Path) -> list[Path]:
+    """Return the other tests of the part of the package that a module belongs to, and those of the whole."""
+    part = module.relative_to(PACKAGE).parts[0]
+    found = sorted((ROOT / "tests" / part).rglob("test_*.py")) or [ROOT / "tests" / f"test_{part}"]
+    whole = [ROOT / "tests" / "accelerator" / f"test_{name}.py" for name in ("accelerator", "accumulation", "mistakes")]
+    first = tests_of(module)
+    return [path for path in dict.fromkeys([*found, *whole]) if path not in first and path.is_file()]
 
 
 @dataclass
@@ -294,7 +313,7 @@ class Trial:
             os.dup2(log, number)
         code = 99
         try:
-            if "accelerate" in sys.modules and not mutant.replace_code(target):
+            if not mutant.replace_code(target):
                 os._exit(NOT_TRIED)
             warm.preload(warm.PRELOADED)
             warm.fork_zygote()
@@ -357,12 +376,13 @@ def survivors(mutants: list[Mutant], patience: float, tell: Callable[[str], None
         sys.dont_write_bytecode = True
         os.environ["OMP_NUM_THREADS"] = "1"
         trial = Trial(copy, patience)
-        warm.preload([name for name in warm.PRELOADED if not name.startswith(("accelerate", "transformers"))])
+        warm.preload([name for name in warm.PRELOADED if not name.startswith(OURS)])
         for mutant in mutants:
-            if mutant.function() is not None and "accelerate" not in sys.modules:
+            if mutant.function() is not None and "meshwright" not in sys.modules:
                 warm.preload(warm.PRELOADED)  # [Note: forks]
             began = time.monotonic()
             noticed = trial.noticed_by(mutant, tests_of(mutant.path))
+            noticed = noticed or trial.noticed_by(mutant, other_tests_of(mutant.path))
             missed += noticed is None
             change = mutant.change
             before, after = (ast.unparse(node).splitlines()[0] for node in (change.node, change.new))

@@ -28,6 +28,7 @@ from meshwright import (
     MegatronLMPlugin,
     ParallelismConfig,
     ProjectConfiguration,
+    skip_first_batches,
 )
 from meshwright.errors import UnsupportedSettingError
 from meshwright.parallel.modules.dtensors import any_dtensor
@@ -241,6 +242,19 @@ def test_skip_first_batches_continues_where_it_was_told() -> None:
     skipped = accelerator.skip_first_batches(loader, 2)
     assert [batch.tolist() for batch in skipped] == [[4, 5], [6]]
     assert len(skipped) == 2
+
+
+def test_loaders_are_registered_in_the_order_in_which_they_were_given() -> None:
+    """A checkpoint numbers the files of loaders by it."""
+    other = Accelerator(cpu=True).prepare(DataLoader(range(9)))
+    accelerator = Accelerator(cpu=True)
+    plain = DataLoader(range(8))
+    first, skipping, *rest = accelerator.prepare(plain, skip_first_batches(plain, 2), other, DataLoader(range(3)))
+    assert accelerator._dataloaders == [first, skipping, *rest]
+    assert [len(loader) for loader in accelerator._dataloaders] == [8, 6, 9, 3]
+    assert rest[0] is other
+    assert accelerator.prepare(first, other) == (first, other)
+    assert len(accelerator._dataloaders) == 4
 
 
 def test_saving_and_loading_a_state_dict(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def test_strategies_become_resharding(strategy: object, reshards: bool) -> None:
     }
 
 
+def test_a_section_alone_is_converted_and_unknown_keys_are_kept() -> None:
+    section = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_sharding_strategy": "FULL_SHARD", "unknown": 5}
+    converted = {"fsdp_version": 2, "unknown": 5, "fsdp_reshard_after_forward": True}
+    assert convert_config_to_fsdp2({"fsdp_config": section}) == {"fsdp_config": converted}
+    for other in ({}, {"fsdp_config": {}}, {"distributed_type": "MULTI_GPU", "fsdp_config": section}):
+        assert convert_config_to_fsdp2(other) is other
+
+
 def test_a_copy_per_machine_is_kept() -> None:
     section = {"fsdp_sharding_strategy": "HYBRID_SHARD"}
     config = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 8, "fsdp_config": section}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from meshwright import Accelerator, DataLoaderConfiguration
+from meshwright import Accelerator, AcceleratorState, DataLoaderConfiguration, set_seed
 from tests.data.worlds import Data
 from tests.ranks import ranks
+from tests.sizes import sized
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # streams are read on, ranks may be uneven
 
@@ -160,3 +162,98 @@ def test_the_rest_of_an_epoch_of_torchdatas_loader_is_the_same_after_a_resume(di
     for kind in STATEFUL:
         for split in (False, True):
             check(kind, 17, world_size, dispatch_batches=dispatch, split_batches=split, use_stateful_dataloader=True)
+
+
+# --- trained parameters -----------------------------------------------------------------------------------------------
+
+SEED, EPOCHS = 3, 2
+
+
+class Training:
+    """A training of a few epochs that can stop after any batch, with a checkpoint, and go on from one."""
+
+    def __init__(self, kind: str, n: int, window: int, options: dict[str, Any]) -> None:
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=window, dataloader_config=DataLoaderConfiguration(**options)
+        )
+        set_seed(SEED)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        size = 2 * self.accelerator.num_processes if options.get("split_batches") else 2
+        prepared = self.accelerator.prepare(model, optimizer, PLAIN[kind](n, size), scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        self.batches = torch.zeros((), dtype=torch.int64)
+        self.accelerator.register_for_checkpointing(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+    def run(self, folder: Path, *, stop: int | None = None, until: int | None = None) -> list[Any] | None:
+        """Train two epochs, or some batches, and return what it ended with.
+
+        With `stop` it ends after so many batches, as soon as a window is full, with a checkpoint.
+        """
+        epochs = 0
+        while self.batches != until and epochs != EPOCHS:
+            for batch in self.loader:
+                numbers = batch["id"] if isinstance(batch, dict) else batch
+                with self.accelerator.accumulate(self.model):
+                    features = torch.stack([torch.sin(numbers.float() * k) for k in range(1, 5)], dim=-1)
+                    self.accelerator.backward(self.model(features).square().mean())
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.batches += 1
+                # Gradients of a window that is not full are no part of a checkpoint.
+                if stop is not None and self.batches >= stop and self.accelerator.sync_gradients:
+                    self.accelerator.save_state(folder)
+                    return None
+                if self.batches == until:
+                    break
+            epochs += until is None
+        params = [param.detach().clone() for param in self.accelerator.unwrap_model(self.model).parameters()]
+        return [*params, self.batches, torch.tensor(self.scheduler.get_last_lr())]
+
+
+def check_training(kind: str, n: int, window: int, stops: Sequence[int], folder: Path, **options: Any) -> None:
+    """Compare the training that goes on from checkpoints with the one that was never interrupted."""
+
+    def new() -> Training:
+        AcceleratorState._reset_state()
+        return Training(kind, n, window, options)
+
+    whole = new().run(folder)
+    assert whole is not None
+    for stop in stops:
+        assert new().run(folder, stop=stop) is None
+        resumed = new()
+        resumed.accelerator.resume(folder)
+        found = resumed.run(folder, until=int(whole[-2]))
+        assert found is not None
+        for one, other in zip(whole, found, strict=True):
+            assert torch.equal(one, other), (kind, n, window, options, stop)
+
+
+ENDS = sized(gate=(2,), nightly=(0, 1, 2, 3, 4, 5, 6, 7))
+"""How many samples are behind the last full round of 8."""
+STOPS = sized(gate=(9,), nightly=tuple(range(1, 13)))
+WINDOWS = sized(gate=(2,), nightly=(1, 2, 3))
+
+
+@pytest.mark.parametrize("dispatch", [False, True], ids=["shards", "dispatched"])
+@pytest.mark.parametrize("kind", PLAIN)
+@ranks(2, time_limit=1800.0)
+def test_a_training_that_resumes_in_the_middle_of_an_epoch_ends_in_the_same_bits(
+    kind: str, dispatch: bool, tmp_path: Path
+) -> None:
+    if dispatch and kind in DIVIDED:
+        return
+    for end in ENDS:
+        for window in WINDOWS:
+            for split in (False, True) if kind in SPLIT else (False,):
+                options = {"dispatch_batches": dispatch, "split_batches": split}
+                check_training(kind, 24 + end, window, STOPS, tmp_path / "ckpt", **options)

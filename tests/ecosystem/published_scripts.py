@@ -3,7 +3,8 @@
 TRL's scripts are in its installed package. The others are read from checkouts of the examples of accelerate,
 transformers, diffusers and PEFT below one folder; none of their packages has them. Nothing is downloaded: models and
 data are made on the spot. Each script trains a few steps on one process and on two, with the order of samples of 1.x.
-Every loss, the parameters after every step and what is measured have to be equal, to the bit. In the libraries' venv:
+Every loss, the parameters after every step and what is measured have to be equal, to the bit. What was found is
+recorded in `found_scripts.tsv`, from which docs/conformance.md is made. In the libraries' venv:
 
     python -m tests.ecosystem.published_scripts [NAME ...] [--checkouts FOLDER] [--processes NUMBER ...]
 """
@@ -29,6 +30,10 @@ from tests.ecosystem.trained_materials import make_everything
 REFERENCE = Path(sys.prefix) / "reference"
 PACKAGES = Path(get_path("purelib"))
 REPOSITORY = Path(__file__).parents[2]
+FOUND = Path(__file__).with_name("found_scripts.tsv")
+"""Script, processes -> steps and result of its last run."""
+REASONS = Path(__file__).with_name("published_scripts.tsv")
+"""Script, processes -> the reason why it is not equal. Written by hand."""
 SECONDS = 600
 
 
@@ -39,6 +44,15 @@ class Script:
     path: str
     arguments: str = ""
     has_images: bool = False
+
+    @property
+    def library(self) -> str:
+        """Whose script it is."""
+        first = self.path.partition("/")[0]
+        known = {"trl": "TRL", "pytorch": "transformers", "by_feature": "accelerate", "olora_finetuning": "PEFT"}
+        if self.path.removeprefix("examples/").removeprefix("complete_") in ("nlp_example.py", "cv_example.py"):
+            return "accelerate"
+        return known.get(first, "PEFT" if first == "sequence_classification" else "diffusers")
 
 
 _TRL = (
@@ -260,7 +274,28 @@ def compare(name: str, world_size: int, checkouts: Path | None, materials: Path)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             result = f"FAILED with {under}: {error}"
     print(f"| {name} | {world_size} | {steps} | {time.monotonic() - began:.0f} | {result} |", flush=True)
+    if file is not None:
+        write_found(read_found() | {(name, world_size): (steps, result)})
     return result
+
+
+def read_found() -> dict[tuple[str, int], tuple[str, str]]:
+    """Return steps and result of the last run of each script, by name and number of processes."""
+    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]] if FOUND.exists() else []
+    return {(name, int(size)): (steps, result) for name, size, steps, result in rows}
+
+
+def read_reasons() -> dict[tuple[str, int], str]:
+    """Return why scripts are not equal, by name and number of processes."""
+    rows = [line.split("\t") for line in REASONS.read_text(encoding="utf-8").splitlines()[1:]]
+    return {(name, int(size)): reason for name, size, reason in rows}
+
+
+def write_found(found: dict[tuple[str, int], tuple[str, str]]) -> None:
+    """Record what was found, in the order of the scripts."""
+    rows = [(name, size, *found[name, size]) for name in SCRIPTS for size in (1, 2) if (name, size) in found]
+    lines = ["\t".join(map(str, row)) + "\n" for row in rows]
+    FOUND.write_text("script\tprocesses\tsteps\tresult\n" + "".join(lines), encoding="utf-8")
 
 
 def main(words: list[str]) -> int:

@@ -2,9 +2,12 @@
 
 The tests bring helpers and scripts of their own, `accelerate.test_utils`. They are laid over a temporary copy of this
 package; nothing of them is kept. A name that a test imports and that is not ours raises where it is called, so that it
-fails its own test and not the whole file. In the libraries' venv:
+fails its own test and not the whole file. The scripts run as well, on one process and on two. In the libraries' venv:
 
     python -m tests.ecosystem.published_tests [TESTS ...]
+
+All tests and scripts together are recorded in `found_tests.tsv`, from which docs/conformance.md is made. TESTS names
+files, tests or scripts: `tests/test_hooks.py`, `scripts/test_sync.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ REFERENCE = Path(sys.prefix) / "reference"
 VERSION = "1.15.0"
 REASONS = Path(__file__).with_name("published_tests.tsv")
 """Test, or the beginning of one -> one of `KINDS`, and the reason why it fails here."""
+FOUND = Path(__file__).with_name("found_tests.tsv")
+"""Test or script -> its result under 1.15, and its result here. Written by a run of all."""
 KINDS = ("ours to mend", "different on purpose", "internals")
+SECONDS = 600
 TOOLS = ("parameterized", "pytest-timeout")
 _MISSING = """
 
@@ -65,10 +71,9 @@ def add_missing_names(ours: Path, log: str) -> bool:
     return bool(found)
 
 
-def run(published: Path, path: Path, tests: list[str], *options: str) -> tuple[dict[str, str], str]:
-    """Run tests on the package at a path; return the result of each, and what pytest said."""
-    results = published.parent / "results.xml"
-    variables = {
+def variables(published: Path, path: Path) -> dict[str, str]:
+    """Return the environment in which the package at a path is `accelerate`."""
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join((str(path), str(published.parent / "tools"))),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
@@ -76,10 +81,39 @@ def run(published: Path, path: Path, tests: list[str], *options: str) -> tuple[d
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    words = ["-q", "-p", "no:cacheprovider", "--timeout", "600", "--tb=line", "--continue-on-collection-errors"]
+
+
+def run_scripts(published: Path, path: Path, wanted: list[str]) -> dict[str, str]:
+    """Run the scripts, all or those that are named, on one process and on two; return the result of each."""
+    folder = published / "src" / "accelerate" / "test_utils"
+    found = {}
+    for file in sorted((folder / "scripts").rglob("test_*.py")):
+        name = str(file.relative_to(folder))
+        for size in (1, 2) if not wanted or name in wanted else ():
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}", file]
+            cpu = {"ACCELERATE_USE_CPU": "1"}
+            with tempfile.TemporaryDirectory() as directory:
+                try:
+                    code = subprocess.run(
+                        command,
+                        cwd=directory,
+                        env=variables(published, path) | cpu,
+                        capture_output=True,
+                        timeout=SECONDS,
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    code = -1
+            found[f"{name} on {size}"] = "failure" if code else "passed"
+    return found
+
+
+def run(published: Path, path: Path, tests: list[str], *options: str) -> tuple[dict[str, str], str]:
+    """Run tests on the package at a path; return the result of each, and what pytest said."""
+    results = published.parent / "results.xml"
+    words = ["-q", "-p", "no:cacheprovider", f"--timeout={SECONDS}", "--tb=line", "--continue-on-collection-errors"]
     said = subprocess.run(
         [sys.executable, "-m", "pytest", *words, f"--junitxml={results}", *options, *tests],
-        cwd=published, env=os.environ | variables, capture_output=True, text=True, check=False,
+        cwd=published, env=variables(published, path), capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
     found = {}
     for case in ElementTree.parse(results).iter("testcase"):
@@ -95,30 +129,52 @@ def read_reasons() -> dict[str, tuple[str, str]]:
     return {test: (kind, reason) for test, kind, reason in rows}
 
 
-def main(tests: list[str]) -> int:
-    """Run the named tests, or all; print what fails here only, with its reason, and return the exit code."""
+def main(wanted: list[str]) -> int:
+    """Run the named tests and scripts, or all; print what fails here only, with its reason; return the exit code."""
+    scripts = [name for name in wanted if name.startswith("scripts/")]
+    tests = [name for name in wanted if name not in scripts] or ([] if wanted else ["tests"])
+    here: dict[str, str] = {}
+    there: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="published-tests-") as directory:
         published = fetch(Path(directory))
         ours = copy_ours(Path(directory), published)
-        wanted = tests or ["tests"]
-        while add_missing_names(ours, run(published, ours, wanted, "--collect-only")[1]):
+        while add_missing_names(ours, run(published, ours, tests or ["tests"], "--collect-only")[1]):
             pass
-        here, _ = run(published, ours, wanted)
-        there, _ = run(published, REFERENCE, wanted)
-    reasons, unexplained = read_reasons(), 0
-    meant = [test for test, result in there.items() if result == "passed"]
+        for path, found in ((ours, here), (REFERENCE, there)):
+            if tests:
+                found |= run(published, path, tests)[0]
+            if scripts or not wanted:
+                found |= run_scripts(published, path, scripts)
+    rows = {test: (result, here.get(test, "not collected")) for test, result in there.items()}
+    if not wanted:
+        lines = [f"{test}\t{result}\t{ours}\n" for test, (result, ours) in sorted(rows.items())]
+        FOUND.write_text("test\taccelerate 1.15\there\n" + "".join(lines), encoding="utf-8")
+    reasons = read_reasons()
+    failed = fails_here(rows)
     print("| test | here | kind | reason |\n| --- | --- | --- | --- |")
-    for test in meant:
-        if (result := here.get(test, "not collected")) == "passed":
-            continue
-        kind, reason = next(
-            (found for begin, found in reasons.items() if test.startswith(begin)), ("", "NOT EXPLAINED")
-        )
-        unexplained += not kind
-        print(f"| {test} | {result} | {kind} | {reason} |")
-    passed = sum(here.get(test) == "passed" for test in meant)
-    print(f"{passed} of the {len(meant)} tests that pass on {VERSION} pass here; {unexplained} are not explained")
+    for test, result in failed.items():
+        print(f"| {test} | {result} | {' | '.join(reason_of(test, reasons))} |")
+    meant = sum(result == "passed" for result, _ in rows.values())
+    unexplained = [test for test in failed if not reason_of(test, reasons)[0]]
+    passed = f"{meant - len(failed)} of the {meant} tests and scripts that pass on {VERSION} pass here"
+    print(f"{passed}; {len(unexplained)} are not explained")
     return 1 if unexplained else 0
+
+
+def read_found() -> dict[str, tuple[str, str]]:
+    """Return what the last run of all found: the result under 1.15 and here, by test."""
+    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]]
+    return {test: (there, here) for test, there, here in rows}
+
+
+def fails_here(rows: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """Return the result here of what passes under 1.15 only."""
+    return {test: here for test, (there, here) in rows.items() if there == "passed" and here != "passed"}
+
+
+def reason_of(test: str, reasons: dict[str, tuple[str, str]]) -> tuple[str, str]:
+    """Return kind and reason of a failure; an empty kind where nobody knows it."""
+    return next((found for begin, found in reasons.items() if test.startswith(begin)), ("", "NOT EXPLAINED"))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_torch_xla_is_installed_on_colab_only() -> None:
 def test_names_of_timm_models_on_the_hub_have_a_prefix() -> None:
     from accelerate.commands.estimate import add_timm_hub_prefix
 
-    names = ["resnet50", "hf-hub:timm/resnet50", "hf_hub:a/b"]
+    names = ["resnet50", "hf-hub:timm/resnet50", "hf_hub:a/b", "local-dir:/path/to/model"]
     assert [add_timm_hub_prefix(name) for name in names] == names
     assert add_timm_hub_prefix("timm/resnet50") == "hf-hub:timm/resnet50"
 

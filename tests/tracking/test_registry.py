@@ -90,7 +90,10 @@ def test_a_class_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatc
     assert filter_trackers("mine") == ["mine"]
     assert before["mine"] is meshwright.tracking.LOGGER_TYPE_TO_CLASS["mine"] is Mine
     with pytest.raises(ValueError, match="needs a name"):
-        register_tracker_class(type("Nameless", (GeneralTracker,), {}))
+        register_tracker_class(type("Nameless", (GeneralTracker,), {"requires_logging_directory": False}))
+    with pytest.raises(ValueError, match="requires_logging_directory = False"):
+        register_tracker_class(type("Undecided", (GeneralTracker,), {"name": "undecided"}))
+    assert "undecided" not in registry._registered
 
 
 @pytest.mark.parametrize("name", ["mine", "wandb"])

@@ -282,14 +282,16 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         result = list(args)
         models = _unprepared(args, _is_a(nn.Module))
         optimizers = _unprepared(args, _is_a(Optimizer))
-        loaders = _unprepared(args, _is_a(DataLoader))
+        loaders = [
+            i for i, arg in enumerate(args) if isinstance(arg, DataLoader)
+        ]  # prepared ones keep their place, too
         schedulers = _unprepared(args, _is_scheduler)
         prepared = self._prepare_bundle(
             [args[i] for i in models],
             [args[i] for i in optimizers],
             [placements[i] for i in models],
             schedulers=[args[i] for i in schedulers],
-            loaders=[arg for arg in args if isinstance(arg, DataLoader)],
+            loaders=[args[i] for i in loaders],
         )
         for i, model in zip(models, prepared.models, strict=True):
             result[i] = model
@@ -297,7 +299,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             result[i] = self._wrap_optimizer(optimizer, placements[i])
         for i in loaders:
             result[i] = self.prepare_data_loader(args[i], placements[i])
-            if prepared.models:
+            if prepared.models and result[i] is not args[i]:
                 result[i].division = self.strategy.batch_division
         for i, scheduler in zip(schedulers, prepared.schedulers, strict=True):
             result[i] = self.prepare_scheduler(scheduler)
@@ -424,8 +426,6 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             return obj.optimizer
         if isinstance(obj, AcceleratedScheduler) and obj not in self._schedulers:
             return obj.scheduler
-        if isinstance(obj, PreparedLoader):
-            return self.prepare_data_loader(obj)
         if isinstance(obj, nn.Module) and _is_prepared(obj):
             compiled = getattr(obj, "_orig_mod", obj)
             if obj not in self._models and compiled not in self._models:

@@ -41,8 +41,8 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def status_of(config: dict[str, Any]) -> ConversionStatus:
-    """Return whether there is anything to convert."""
-    if config.get("distributed_type") != "FSDP":
+    """Return whether there is anything to convert. A file that does not say how it distributes may have a section."""
+    if config.get("distributed_type", "FSDP" if config.get("fsdp_config") else None) != "FSDP":
         return ConversionStatus.NOT_FSDP
     is_2 = str(config.get("fsdp_config", {}).get("fsdp_version", 1)) == "2"
     return ConversionStatus.ALREADY_FSDP2 if is_2 else ConversionStatus.NOT_YET_FSDP2

@@ -40,6 +40,11 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
         raise ValueError(f'{tracker_class.__name__} needs a name: write name = "my_tracker" in the class.')
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(
+            f"{tracker_class.__name__} does not say if it needs a folder: write requires_logging_directory = False "
+            "in the class, or True."
+        )
     if name in CLASS_OF or name in _registered:
         warn(f"log_with={name!r} is a tracker already. From now on it is {tracker_class.__qualname__}.")
     _registered[name] = tracker_class

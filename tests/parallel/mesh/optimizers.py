@@ -156,6 +156,45 @@ class LocalNorms(Optimizer):
             _here(param).sub_(_here(param.grad) / (1 + norm), alpha=0.1)
 
 
+class Signed(Optimizer):
+    """Steps by the sign of a momentum."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                    param.add_(momentum.mul_(0.9).add_(param.grad, alpha=0.1).sign(), alpha=-group["lr"])
+        return loss
+
+
+class Lars(Optimizer):
+    """Steps by the ratio of the norms of a parameter and its gradient, or of their means of squares."""
+
+    def __init__(self, params: Iterable[Tensor], means: bool) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.means = means
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if self.means:
+                    ratio = (param.pow(2).mean().sqrt() / (param.grad.pow(2).mean().sqrt() + 1e-6)).clamp(max=10.0)
+                    param.sub_(param.grad * ratio * group["lr"])
+                else:
+                    ratio = _number(param.norm() / (param.grad.norm() + 1e-6))
+                    param.add_(param.grad, alpha=-group["lr"] * ratio)
+
+
 class Breaking(Optimizer):
     """Uses an operation that torch does not spread."""
 
@@ -218,8 +257,14 @@ RIGHT: dict[str, Maker] = {
     "a tensor as rate": lambda net: AdamW(net.parameters(), lr=torch.tensor(1e-2)),
     "an empty group": lambda net: AdamW([{"params": []}, {"params": list(net.parameters())}], lr=1e-2),
     "some parameters": lambda net: AdamW(list(net.parameters())[2:], lr=1e-2),
+    "the last layer": lambda net: AdamW(list(net.children())[-1].parameters(), lr=1e-2),
+    "sign": lambda net: Signed(net.parameters()),
+    "norms": lambda net: Lars(net.parameters(), means=False),
+    "means of squares": lambda net: Lars(net.parameters(), means=True),
     "reversed": lambda net: AdamW(list(net.parameters())[::-1], lr=1e-2),
     "Nesterov": _of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD in a closure": _of_torch("SGD", lr=0.1),
+    "sign in a closure": lambda net: Signed(net.parameters()),
     "Adadelta": _of_torch("Adadelta"),
     "Adafactor": _of_torch("Adafactor"),
     "Adagrad": _of_torch("Adagrad", initial_accumulator_value=0.1),
@@ -246,6 +291,7 @@ RIGHT: dict[str, Maker] = {
 """What equals one process however parameters are spread."""
 REFUSED: dict[str, tuple[Maker, str]] = {
     "LBFGS": (_of_torch("LBFGS", lr=0.5, max_iter=3), "DDP"),
+    "LBFGS Wolfe": (_of_torch("LBFGS", lr=1.0, max_iter=4, line_search_fn="strong_wolfe"), "DDP"),
     "flat": (lambda net: Flat(net.parameters()), "DDP"),
     "local norms": (lambda net: LocalNorms(net.parameters()), "step_full_tensors"),
     "local norms of all": (lambda net: LocalNorms(net.parameters(), joint=True), "DDP"),
@@ -253,3 +299,5 @@ REFUSED: dict[str, tuple[Maker, str]] = {
     "Lookahead of local norms": (lambda net: LookaheadOfItsOwn(LocalNorms(net.parameters())), "DDP"),
 }
 """What equals one process under DDP, and is refused on DTensors with this remedy."""
+IN_CLOSURES = ("LBFGS", "LBFGS Wolfe", "SAM", "SGD in a closure", "sign in a closure")
+"""What steps by a closure that computes the gradients."""

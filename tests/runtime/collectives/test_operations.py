@@ -354,6 +354,8 @@ def test_in_debug_mode_other_kinds_of_disagreement_are_refused_too() -> None:
     assert names.per_rank[0] == "gather(['ones']: float32[2] on cpu, ['twos']: float32[2] on cpu)"
     calls = refusal_of(gather if first else reduce, torch.ones(2))
     assert calls.per_rank == ["gather(float32[2] on cpu)", "reduce(float32[2] on cpu)"]
+    shapes = refusal_of(pad_across_processes, {"x": torch.ones((1, 5) if first else (1, 1, 6))})
+    assert shapes.per_rank == [f"pad_across_processes(['x']: float32 of {count} dimensions on cpu)" for count in (2, 3)]
 
 
 @ranks(2)

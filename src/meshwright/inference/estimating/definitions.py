@@ -245,8 +245,8 @@ def _transformers_model(found: _Definition, trust_remote_code: bool, token: str 
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name that timm gives to a model on the hub."""
-    if "/" not in model_name or model_name.startswith(("hf-hub:", "hf_hub:")):
+    """Return the name that timm gives to a model on the hub. A name that says where its model is stays as it is."""
+    if "/" not in model_name or ":" in model_name.partition("/")[0]:
         return model_name
     return f"hf-hub:{model_name}"
 

@@ -41,13 +41,14 @@ class CannotPadNestedTensorWarning(UserWarning):
     """
 
 
-def _describe(operation: str, data: Any) -> str:
-    """Describe a call so that ranks can compare their arguments."""
+def _describe(operation: str, data: Any, *, sizes: bool = True) -> str:
+    """Describe a call so that ranks can compare their arguments: with the sizes of tensors, or without."""
 
     def describe(name: str, leaf: Any) -> str:
         kind = type(leaf).__name__
         if isinstance(leaf, torch.Tensor):
-            kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
+            shape = list(leaf.shape) if sizes else f" of {leaf.dim()} dimensions"
+            kind = f"{str(leaf.dtype).removeprefix('torch.')}{shape} on {leaf.device.type}"
         return f"{name}: {kind}" if name else kind
 
     return f"{operation}({', '.join(describe(name, leaf) for name, leaf in named_leaves(data))})"
@@ -211,7 +212,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 @collective
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad the tensors of all ranks along one dimension to the longest, so that they can be gathered."""
-    world_size = Runtime.current().num_processes
+    runtime = Runtime.current()
+    world_size = runtime.num_processes
+    if runtime.debug and world_size > 1:
+        _require_agreement(_describe("pad_across_processes", tensor, sizes=False), runtime)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if getattr(leaf, "is_nested", False):
