@@ -13,9 +13,9 @@ from ..inference.offload.offloaded import offloaded_tensors
 from ..parallel.base import Strategy
 from ..parallel.modules.dtensors import mesh_of
 from ..parallel.modules.unwrapping import extract_model_from_parallel, own_name
+from ..parallel.modules.wrapping import is_inside
 from ..parallel.pipeline.schedules import pipeline_of
-from ..precision.quantized import refuse_quantized
-from .adapters import active_adapter
+from ..precision.quantized import quantized_parameters, refuse_quantized
 from .forms import Held, held
 from .gathering import Stages
 
@@ -23,26 +23,29 @@ from .gathering import Stages
 class Source:
     """The tensors of a model on this process, by their names in the user's own model."""
 
-    def __init__(self, model: nn.Module, names: list[str] | None, *, adapter: str | None) -> None:
+    def __init__(self, model: nn.Module, names: list[str] | None, *, adapter_only: bool) -> None:
         self.model = model
-        if adapter is None:
+        self._left_out: tuple[str, ...] = ()
+        if adapter_only:  # packed weights of the base, and their scales
+            self._left_out = tuple(own_name(name) for name in quantized_parameters(model))
+        else:
             refuse_quantized(
                 model,
                 "accelerator.weights()",
                 "its packed numbers are no weights that an engine takes.",
                 "Hand over the adapter alone (adapter='only'), and let the engine load the base.",
             )
-        self._values = self._current(adapter)
+        self._values = self._current()
         self.names = names or list(self._values)
         """The names of all tensors, also those of other stages, in the order of the model."""
 
-    def _current(self, adapter: str | None) -> dict[str, Tensor]:
+    def _current(self) -> dict[str, Tensor]:
         state = self.model.state_dict(keep_vars=True)  # FSDP2 shards again what it has left gathered
         offloaded: Callable[[str], Tensor] | None = None
         found: dict[str, Tensor] = {}
         for name, value in state.items():
             clean = own_name(name)
-            if adapter is not None and adapter not in clean.split("."):
+            if is_inside(clean, self._left_out):
                 continue
             if not isinstance(value, Tensor):
                 raise UnsupportedSettingError(
@@ -75,7 +78,7 @@ def source_of(model: nn.Module, *, adapter_only: bool = False) -> Source:
     own = extract_model_from_parallel(model, keep_torch_compile=False)
     pipeline = pipeline_of(own)
     names = None if pipeline is None else [own_name(name) for name in pipeline.names]
-    return Source(own, names, adapter=active_adapter(own) if adapter_only else None)
+    return Source(own, names, adapter_only=adapter_only)
 
 
 def stages_of(strategy: Strategy, model: nn.Module) -> Stages | None:

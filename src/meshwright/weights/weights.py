@@ -222,7 +222,10 @@ class Weights:
         """Return what this process has."""
         source = self._source()
         entries = source.held()
-        if not self.is_adapter and is_peft(source.model):
+        if self.is_adapter:
+            metas = {name: _empty(entry.form) for name, entry in entries.items()}
+            recipes = adapter_recipes(source.model, metas, active_adapter(source.model))
+        elif is_peft(source.model):
             recipes = merged_recipes(source.model, list(entries))
         else:
             recipes = {name: Recipe((name,)) for name in entries}
@@ -232,8 +235,6 @@ class Weights:
         self, model: nn.Module, known: dict[str, _Entry], ties: list[list[str]], recipes: dict[str, Recipe]
     ) -> _Plan:
         if self.is_adapter:
-            metas = {name: _empty(entry.form) for name, entry in known.items()}
-            recipes = adapter_recipes(model, metas, active_adapter(model))
             units = [Unit((name,), renamed(name)) for name in recipes]
         else:
             base = base_of(model) if is_peft(model) else model
