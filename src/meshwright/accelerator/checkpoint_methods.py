@@ -27,6 +27,7 @@ from .accumulation import AccumulationWindow
 from .process_methods import ProcessMethods
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.hooks import RemovableHandle
 
     from ..checkpoint.checkpointer import Checkpointer, CheckpointLocation
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ..parallel.replicas.recovery import Recovery
     from ..parallel.replicas.surviving import SurvivingReplicas
     from ..tracking.trackers import Trackers
+    from ..weights.weights import Weights
 
 logger = get_logger("meshwright.accelerator")
 
@@ -141,6 +143,32 @@ class CheckpointMethods(ProcessMethods):
             )
         if self.checkpointer.needs_all_ranks([]):  # all are here: none goes on before the files are there
             self.wait_for_everyone()
+
+    def weights(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: str = "merged",
+        bucket_size: int | str = "1GB",
+    ) -> Weights:
+        """Return the weights of a model for an engine that serves it, or for a folder of Hugging Face files.
+
+        Nothing is moved yet. What is returned yields full tensors under the names of the checkpoint, on any mesh, in a
+        bounded buffer; all processes iterate over it together.
+
+        Args:
+            model: A prepared model.
+            dtype: The dtype that floating-point weights are converted to before they are sent.
+            adapter: What to do with LoRA of PEFT: "merged" into the weights, which stay as they are in the model, or
+                the tensors of the adapter "only".
+            bucket_size: About how much memory a pass takes beside the model, in bytes or as "1GB"; the two largest
+                tensors may take more.
+        """
+        from ..checkpoint.formats.model_files import parse_size
+        from ..weights.weights import Weights
+
+        return Weights(model, self.strategy, dtype=dtype, adapter=adapter, bucket_size=parse_size(bucket_size))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

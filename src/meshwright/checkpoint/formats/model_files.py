@@ -50,24 +50,24 @@ def save_model_files(
     stem = numbered(stem, index, "")
     state = on_host(state)
     tensors = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
-    shards = _shards(tensors, parse_size(max_shard_size))
+    shards = shards_of(tensors, parse_size(max_shard_size))
     names = [
         f"{stem}{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
         for number in range(1, len(shards) + 1)
     ]
-    with _made(folder), ExitStack() as stack:  # no shard gets its name before all are written
+    with made(folder), ExitStack() as stack:  # no shard gets its name before all are written
         for name, shard in zip(progress(names, "Saving the model", "files"), shards, strict=True):
             codec.write(shard, stack.enter_context(atomic_write(folder / name)))
     index_file = folder / f"{stem}{suffix}.index.json"
     if len(shards) > 1:
-        _write_index(index_file, names, shards)
+        write_index(index_file, index_of(names, shards))
     flush(folder)
-    _remove_older_files(folder, stem, suffix, {*names, index_file.name} if len(shards) > 1 else set(names))
+    remove_older_files(folder, stem, suffix, {*names, index_file.name} if len(shards) > 1 else set(names))
     return names
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def made(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it again if nothing could be written into it."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def _made(folder: Path) -> Iterator[None]:
         raise
 
 
-def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
+def shards_of(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     """Fill shards in order; a tensor larger than the limit gets its own shard."""
     shards: list[dict[str, Any]] = [{}]
     size = 0
@@ -94,15 +94,21 @@ def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     return shards
 
 
-def _write_index(index: Path, names: list[str], shards: list[dict[str, Any]]) -> None:
+def index_of(names: list[str], shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what says in which file each tensor is."""
     total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values() if isinstance(t, Tensor))
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def write_index(index: Path, contents: dict[str, Any]) -> None:
+    """Write the index of a model in several files."""
     with atomic_write(index) as draft:
         draft.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def _remove_older_files(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:
+def remove_older_files(folder: Path, stem: str, suffix: str, keep: set[str]) -> None:
+    """Remove the files of an earlier save of a model of this name."""
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
     for path in folder.iterdir():
         if pattern.fullmatch(path.name) and path.name not in keep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,24 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
                     state[dot + name] = stored.detach() if tensor.dtype == stored.dtype else stored.to(tensor.dtype)
     order = [name for name in model.state_dict() if name in state]
     return {name: state[name].cpu() if not state[name].is_meta else state[name] for name in order}
+
+
+def offloaded_tensors(model: nn.Module) -> Callable[[str], Tensor]:
+    """Return a function from the name of an offloaded weight to its value, which is read when it is asked for."""
+
+    def value(name: str) -> Tensor:
+        path, _, own = name.rpartition(".")
+        while True:
+            hook = _align_hook(model.get_submodule(path))
+            if hook is not None and hook.weights_map is not None and own in hook.weights_map:
+                stored: Tensor = hook.weights_map[own]
+                return stored.detach()
+            if not path:
+                raise ValueError(f"{name} is on the meta device and has no value: load the weights first.")
+            path, _, last = path.rpartition(".")
+            own = f"{last}.{own}"  # a hook may place the submodules of its module, too
+
+    return value
 
 
 def get_skipped(model: nn.Module) -> list[str]:

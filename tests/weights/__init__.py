@@ -1,0 +1,1 @@
+"""Tests of the weights that are handed over."""
