@@ -22,7 +22,8 @@ import math
 import os
 import stat
 import types
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -36,7 +37,15 @@ T = TypeVar("T")
 
 MOST_BYTES = 1 << 24
 MOST_LEVELS = 64
-MOST_VALUES = 1_500_000
+MOST_HELD = 1 << 26
+"""Bytes that the objects of a small file or message may take."""
+_HELD_PER_CHARACTER = 8
+_HELD_BY = {"{": 184, "[": 88, ":": 100, ",": 40}
+"""Bytes of an object, a list, an entry and a value in Python."""
+_SMALL = MOST_HELD >> 6
+"""No text of this length can make more."""
+MAPPINGS = (dict, OrderedDict, Counter)
+CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset)
 _MOST_DIGITS = 40
 _LARGEST = 1e300
 _MOST_YAML = 1 << 20
@@ -63,7 +72,8 @@ def open_regular(path: str | os.PathLike[str], what: str, *, follow_links: bool 
 def read_bytes(path: str | os.PathLike[str], what: str, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the contents of a regular file that is not larger than `most_bytes`."""
     with open_regular(path, what) as stream:
-        content = stream.read(most_bytes + 1)
+        # As much as there is: a buffer of the largest size would be allocated at once.
+        content = stream.read(min(os.fstat(stream.fileno()).st_size, most_bytes) + 1)
     if len(content) > most_bytes:
         raise InvalidDataError(f"{what} is larger than {most_bytes:,} bytes: {os.fspath(path)}")
     return content
@@ -82,8 +92,10 @@ def parse_json(text: str | bytes, what: str, *, most_bytes: int = MOST_BYTES, mo
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         # Each value needs one of these characters and more memory than text: they are counted before.
-        if len(text) > MOST_VALUES and text.count("[") + text.count("{") + text.count(",") > MOST_VALUES:
-            raise InvalidDataError(f"{what} holds more than {MOST_VALUES:,} values")
+        if len(text) > _SMALL and sum(text.count(mark) * size for mark, size in _HELD_BY.items()) > (
+            MOST_HELD + _HELD_PER_CHARACTER * len(text)
+        ):
+            raise InvalidDataError(f"{what} holds too many values: they take too much memory")
         value: Plain = _DECODER.decode(text)
     except RecursionError:
         raise InvalidDataError(f"{what} is nested too deeply") from None
@@ -93,7 +105,7 @@ def parse_json(text: str | bytes, what: str, *, most_bytes: int = MOST_BYTES, mo
         raise InvalidDataError(f"{what} is damaged: {error}") from None
     # A text with few brackets cannot be deep: most are not walked through.
     if text.count("[") + text.count("{") > most_levels:
-        _require_bounds(value, what, most_levels, MOST_VALUES)
+        require_bounds(value, what, most_levels, len(text))
     return value
 
 
@@ -116,7 +128,7 @@ def parse_yaml(text: str, what: str) -> Any:
         raise InvalidDataError(f"{what} is nested too deeply")
     try:
         value = yaml.load(text, _yaml_loader())
-        _require_bounds(value, what, MOST_LEVELS, 100_000)
+        require_bounds(value, what, MOST_LEVELS, 100_000)
     except RecursionError:
         raise InvalidDataError(f"{what} is nested too deeply") from None
     except InvalidDataError:
@@ -182,6 +194,53 @@ def read_message(store: Any, key: str, kind: type[T]) -> T:
     """Return what a process has written under a key of a torch store, as an object of a type."""
     what = f"{printable(key)} in the store of the run"
     return build(kind, parse_json(store.get(key), what), what)
+
+
+def require_bounds(
+    root: object,
+    what: str,
+    most_levels: int,
+    most_values: int,
+    refused: Mapping[type, Callable[[Any], Exception]] = types.MappingProxyType({}),
+) -> None:
+    """Refuse a value that is too deep, that holds itself, or that is too large to follow.
+
+    What is referred to twice counts twice and is looked at once. `refused` has the errors for types of parts.
+    """
+    walked = {*CONTAINERS, *refused}
+    sizes: dict[int, int] = {}  # the number of values in each container, by id; 0 while one is open
+    levels: dict[int, int] = {}
+    pending = [root] if type(root) in walked else []
+    while pending:
+        value = pending[-1]
+        if type(value) in refused:
+            raise refused[type(value)](value)
+        key, parts = id(value), _parts(value)
+        if walked.isdisjoint(map(type, parts)):
+            size, level = 1 + len(parts), 1
+        elif key not in sizes:  # its parts come first
+            sizes[key] = 0
+            inner = [part for part in parts if type(part) in walked]
+            if any(sizes.get(id(part)) == 0 for part in inner):
+                raise InvalidDataError(f"{what} holds itself")
+            pending += [part for part in inner if id(part) not in sizes]
+            continue
+        elif sizes[key] == 0:
+            size = 1 + sum(sizes.get(id(part), 1) for part in parts)
+            level = 1 + max(levels.get(id(part), 0) for part in parts)
+        else:
+            pending.pop()
+            continue
+        if size > most_values:
+            raise InvalidDataError(f"{what} holds more than {most_values:,} values")
+        if level > most_levels:
+            raise InvalidDataError(f"{what} is nested deeper than {most_levels} levels")
+        sizes[key], levels[key] = size, level
+        pending.pop()
+
+
+def _parts(value: Any) -> Collection[Any]:
+    return (*value, *value.values()) if type(value) in MAPPINGS else value
 
 
 def printable(text: str, most: int = 200) -> str:
@@ -253,28 +312,6 @@ _DECODER = json.JSONDecoder(
     parse_float=_finite_float,
     object_pairs_hook=_unique_keys,
 )
-
-
-def _require_bounds(value: object, what: str, most_levels: int, most_values: int) -> None:
-    """Walk level by level: neither recursion nor an alias that contains itself gets around the bounds."""
-    level, count = [value], 0
-    for _ in range(most_levels):
-        count += len(level)
-        if count > most_values:
-            raise InvalidDataError(f"{what} holds more than {most_values:,} values")
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, (list, tuple, set)):
-                inner.extend(item)
-            if len(inner) > most_values:
-                break
-        if not inner:
-            return
-        level = inner
-    if any(isinstance(item, (dict, list, tuple, set)) for item in level):
-        raise InvalidDataError(f"{what} is nested deeper than {most_levels} levels")
 
 
 # --- From plain values to dataclasses ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import sys
 import time
 import warnings
@@ -51,10 +52,12 @@ def main() -> None:
     if options.atheris:
         run_with_atheris(TARGETS[options.targets[0]], options.inputs)
     for name in options.targets:
-        began = time.monotonic()
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         read = run(name, TARGETS[name], options.inputs, options.seed)
+        more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
         print(
-            f"{name}: {options.inputs:,} inputs in {time.monotonic() - began:.0f} s, {read:,} read, the others refused",
+            f"{name}: {options.inputs:,} inputs in {time.monotonic() - began:.0f} s, {read:,} read, others refused; "
+            f"at most {more} MiB of memory more",
             flush=True,
         )
 

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import resource
 import struct
 import tracemalloc
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright import Accelerator, merge_fsdp_weights
 from meshwright.checkpoint.commit.engine import CheckpointError
-from meshwright.checkpoint.formats import codec
+from meshwright.checkpoint.formats import codec, dcp as tables
 from meshwright.checkpoint.formats.dcp import SafeReader, _fill
 from meshwright.checkpoint.formats.objects import TorchNames
 from meshwright.checkpoint.formats.pickles import interpret
@@ -553,16 +554,98 @@ def test_values_that_a_checkpoint_does_not_have_are_refused(name: str, tmp_path:
         codec.read(torch_file(tmp_path / "x.bin", NO_VALUES[name]))
 
 
-@pytest.mark.parametrize("byte", [b"\x8f", b"}"])
-def test_empty_containers_take_no_more_memory_than_a_bound(byte: bytes) -> None:
-    program = b"\x80\x02(" + byte * 1_500_000 + b"t."
+def called(module: str, name: str, arguments: bytes) -> tuple[bytes, bytes]:
+    """Return what comes once, and a call that repeats."""
+    return name_of(module, name) + b"q\0" + pickletools.optimize(arguments + b".")[:-1] + b"q\1", b"h\0h\1R"
+
+
+SMALL = {
+    "empty lists": (b"", b"]"),
+    "empty dictionaries": (b"", b"}"),
+    "empty sets": (b"", b"\x8f"),
+    "dictionaries of one": (b"", b"}K\1Ns"),
+    "dictionaries of one, in a list of two": (b"", b"}(K\1Nu"),
+    "lists of one": (b"", b"]Na"),
+    "sets of one": (b"", b"\x8f(K\1\x90"),
+    "frozen sets": (b"", b"(K\1\x91"),
+    "tuples of one": (b"", b"N\x85"),
+    "tuples": (b"", b"(NNNNt"),
+    "nothing": (b"", b"N"),
+    "numbers": (b"", b"M\xff\xff"),
+    "long numbers": (b"", b"\x8a\5\xff\xff\xff\xff\1"),
+    "floats": (b"", b"G12345678"),
+    "texts": (b"", b"\x8c\2ab"),
+    "texts of four bytes a character": (b"", b"\x8c\5\xf0\x9f\x98\x80a"),
+    "bytes": (b"", b"C\2ab"),
+    "bytearrays": (b"", b"\x96\2" + bytes(7) + b"ab"),
+    "a memo": (b"", b"N\x94"),
+    "references": (b"]q\0", b"h\0"),
+    "drafts in the memo": (name_of("numpy", "dtype") + b"q\0" + b"\x8c\2f8\x85q\1", b"h\0h\1R\x94"),
+    "dictionaries in order": called("collections", "OrderedDict", b")"),
+    "numbers of NumPy": called("numpy._core.multiarray", "scalar", b"(" + dtype("f8") + piece(EIGHT) + b"t"),
+    "arrays of NumPy": called("numpy._core.multiarray", "_reconstruct",
+                              b"(" + name_of("numpy", "ndarray") + piece((0,)) + piece(b"b") + b"t"),
+    "paths": called("pathlib", "PosixPath", piece(("a", "b"))),
+    "fractions": called("fractions", "Fraction", piece((1, 3))),
+    "decimals": called("decimal", "Decimal", piece(("1.25",))),
+    "times": called("datetime", "timedelta", piece((1, 2, 3))),
+    "sizes": called("torch", "Size", piece(((1, 2),))),
+}  # fmt: skip
+"""Values that take much more memory than their bytes in a pickle."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_values_take_no_more_memory_than_a_bound(name: str) -> None:
+    once, again = SMALL[name]
+    program, most = b"\x80\2" + once + b"(" + again * 30_000, 1 << 17
+    interpret(b"\x80\2" + b"].", TorchNames(lambda key: None), "another file")
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidDataError, match="too many containers"):
-            interpret(program, TorchNames(lambda key: None), "the file")
-        assert tracemalloc.get_traced_memory()[1] < (1 << 26) + 8 * len(program) + (1 << 25)
+        with pytest.raises(InvalidDataError, match="take too much memory"):
+            interpret(program, TorchNames(lambda key: None), "the file", most_held=most)
+        assert tracemalloc.get_traced_memory()[1] < 1.25 * most + len(program) + (1 << 16)
     finally:
         tracemalloc.stop()
+
+
+def test_a_table_takes_no_more_memory_than_twice_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_HELD", 0)  # which small ones may have
+    table = table_of()
+    table.planner_data = {number: {number: ()} for number in range(5_000)}  # type: ignore[attr-defined]
+    folder = folder_of(table, tmp_path / "table")
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidDataError, match="its objects take too much memory"):
+            _ = SafeReader(folder).contents
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        assert tracemalloc.get_traced_memory()[1] < 3 * size + (1 << 16)  # its bytes, and its objects
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_archive_of_many_records_takes_no_more_memory_than_twice_the_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+        for number in range(5_000):
+            archive.writestr(f"{number:x}", b"")
+    tracemalloc.start()
+    try:
+        assert codec.read(tmp_path / "x.bin") == {}
+        assert tracemalloc.get_traced_memory()[1] < 2 * (tmp_path / "x.bin").stat().st_size + (1 << 18)
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_archive_of_more_than_four_gigabytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    with path.open("w+b") as file:
+        file.write(b"PK\3\4")
+        file.seek((1 << 32) + 64)  # a hole, behind which the records begin
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02" + tensor(0, (2,), (1,), storage(2)) + b".")
+            archive.writestr("archive/data/0", struct.pack("<2f", 1.0, 2.0))
+    assert codec.read(path).tolist() == [1.0, 2.0]
+    path.unlink()
 
 
 # --- What stays -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.ranks import RankFailure, ranks, run_on_ranks
 from tests.sizes import at_night, cases
 
 from ..small_transformer import loader, loss_of, model
-from .engines import config, needs_fp16, run
+from .engines import GLOBAL_BATCH, config, needs_fp16, run
 
 pytest.importorskip("deepspeed", reason="pip install deepspeed: see .ci/install_deepspeed")
 
@@ -117,3 +117,45 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_committed_checkpoint(stage: int
     unbroken = run_on_ranks(2, run, stage=None, steps=done + 4)[0]
     resumed = run_on_ranks(2, run, stage=stage, steps=4, load_from=str(tmp_path / "saved"))[0]
     assert resumed["losses"] == pytest.approx(unbroken["losses"][done:], abs=1e-5)
+
+
+LIES: dict[str, Any] = {
+    "holds no facts": lambda state: [state],
+    "no file of DeepSpeed's model states": lambda state: {"x": 1},
+    "no configuration": lambda state: state | {"ds_config": {"zero_optimization": ["stage"]}},
+    "is of many ranks": lambda state: state | {"dp_world_size": "many"},
+    "no shapes of parameters": lambda state: state | {"param_shapes": [{"weight": "4"}]},
+    "parameters differ": lambda state: state | {"param_shapes": [{"weight": torch.Size([1 << 40])}]},
+    "more than data": lambda state: state | {"ds_config": sys.exit},
+}
+
+
+def load_lies(folder: str) -> list[str]:
+    """Return what is said of a checkpoint whose model states hold each of the lies; the weights stay as they are."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
+    net = model()
+    net, _, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader(GLOBAL_BATCH))
+    before = [param.detach().clone() for param in net.parameters()]
+    (file,) = Path(folder).rglob("*model_states.pt")
+    good = torch.load(file, weights_only=False)
+    said = []
+    for lie in LIES.values():
+        torch.save(lie(good), file)
+        for record in Path(folder).rglob("commit.json"):
+            record.unlink()
+        for record in Path(folder).rglob("progress.bin"):
+            record.unlink()
+        try:
+            accelerator.load_state(folder)
+            said.append("it was loaded")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert all(torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+    return said
+
+
+def test_hostile_files_of_deepspeed_are_refused_before_its_own_reader_gets_them(tmp_path: Path) -> None:
+    run_on_ranks(1, run, stage=2, steps=2, save_to=str(tmp_path / "saved"))
+    said = run_on_ranks(1, load_lies, folder=str(tmp_path / "saved"))[0]
+    assert [reason in text for reason, text in zip(LIES, said, strict=True)] == [True] * len(LIES), said
+    assert not any("it was loaded" in text for text in said)

@@ -31,13 +31,14 @@ from torch.futures import Future
 
 from ...errors import InvalidDataError, UnsafeFileError
 from ...runtime.streams.mapping import MappedFile
-from ...untrusted import printable, read_bytes, require_plain_name
+from ...untrusted import MOST_HELD, printable, read_bytes, require_plain_name
 from .objects import Records, torch_constant
 from .pickles import Constructor, Draft, interpret, require
 
 TABLE = ".metadata"
 _MOST_TABLE_BYTES = 1 << 31
 _MOST_DIMENSIONS = 16
+_ENTRY_BYTES = 160  # of an object of the table in Python
 _MOST_SPLIT_DIMENSIONS = 5
 
 
@@ -54,7 +55,9 @@ class SafeReader(FileSystemReader):
         """The checked table of contents."""
         path = self.folder / TABLE
         program = read_bytes(path, "the table of a sharded checkpoint", most_bytes=_MOST_TABLE_BYTES)
-        contents = interpret(program, _TableNames(), str(path))
+        # A chunk takes a kilobyte in a file, and less in the table.
+        num_bytes = len(program) + sum(file.stat().st_size for file in self.folder.glob("*.distcp"))
+        contents = interpret(program, _TableNames(), str(path), most_held=MOST_HELD + 2 * num_bytes)
         if type(contents) is not Metadata:
             raise InvalidDataError(f"{path} is damaged: it is no table of a sharded checkpoint")
         try:
@@ -171,7 +174,7 @@ def _constructors() -> dict[str, Constructor]:
     for path in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
         for module in ("pathlib", "pathlib._local"):  # the name in Python 3.13 only
             makers[f"{module}.{path}"] = lambda *parts: "/".join(map(str, parts))
-    return {name: Constructor(name, make) for name, make in makers.items()}
+    return {name: Constructor(name, make, _ENTRY_BYTES) for name, make in makers.items()}
 
 
 def _drafting(complete: Callable[[Any], Any]) -> Callable[[], Draft]:

@@ -9,20 +9,16 @@ elements, a tensor is a view of bytes that are in the file.
 from __future__ import annotations
 
 import datetime
-import io
 import math
-import os
 import re
 import struct
 import sys
-import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -37,6 +33,12 @@ from .pickles import Constructor, Draft, interpret, interpret_at, require, requi
 _PROGRAM = "data.pkl"
 _OLD_HEAD = [0x1950A86A20F9469CFC6C, 1001]
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_ENTRY = struct.Struct("<4s6xH8xLL3H8xL")
+_ENTRY_MAGIC = b"PK\1\2"
+_END = struct.Struct("<4s6xHLLH")
+_LOCATOR = struct.Struct("<4s4xQ4x")
+_LARGE_END = struct.Struct("<4s28xQQQ")
+_MAX_32 = 0xFFFFFFFF
 _DTYPE_CODE = re.compile(r"[?bBhHiIlLqQefdgFDG]|[biufc]\d{1,2}|[SUV]\d{1,6}|[mM]8")
 _UNITS = {b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as", b"generic"}
 _NEVER = ("os", "posix", "nt", "sys", "torch.nested")
@@ -44,6 +46,7 @@ _NEVER = ("os", "posix", "nt", "sys", "torch.nested")
 _NEVER_CALLED = ("torch.distributed.device_mesh.DeviceMesh",)
 """What opens process groups when it is called. An object of it can be read."""
 _MOST_REPEATED_BYTES = 1 << 26
+_VALUE, _TENSOR = 512, 1024  # bytes that one takes beside its numbers
 _OWN_ATTRIBUTES = ("_is_mapped_view", "trigger_wait", "device_mesh")
 """What this package looks for on tensors. Of names with two underscores NumPy takes addresses of memory."""
 
@@ -109,28 +112,19 @@ class Records:
     """The records of `torch.save`: an uncompressed zip archive, in a file or in a part of one."""
 
     def __init__(self, file: MappedFile, start: int, size: int, what: str) -> None:
-        self._file = file
-        self._start = start
-        self._end = start + size
         self._what = what
+        self._storage_bytes = file.bytes.untyped_storage()
+        self._start = start
+        part: Any = file.bytes[start : start + size].numpy()
+        self._content = memoryview(part)
         self._storages: dict[str, Any] = {}
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Part(file, start, size))) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+            self._entries = _directory(self._content)
+        except (InvalidDataError, struct.error, UnicodeDecodeError) as error:
             raise InvalidDataError(f"{what} is damaged: {error}") from error
-        self._entries = {entry.filename: entry for entry in entries}
         programs = [name for name in self._entries if name.count("/") == 1 and name.endswith(f"/{_PROGRAM}")]
-        # Another reader could find another one of two records.
-        is_unique = len(self._entries) == len(entries) and len(programs) == 1
-        require(is_unique, f"{what} is damaged: its records are not those of one object")
-        is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in self._entries.values())
-        require(is_stored, f"{what} is damaged: its records are compressed, and torch.save compresses nothing")
+        require(len(programs) == 1, f"{what} is damaged: its records are not those of one object")
         self._prefix = programs[0].removesuffix(_PROGRAM)
-        places = sorted(entry.header_offset for entry in entries)
-        require(len(set(places)) == len(places), f"{what} is damaged: two records are at the same place")
-        self._ends = dict(pairwise([*places, size]))
-        """Where the next record begins, by the place of each."""
 
     def read(self) -> Any:
         """Return the object."""
@@ -141,62 +135,97 @@ class Records:
 
     def _bytes(self, name: str) -> bytes:
         start, end = self._place(name)
-        return self._file.bytes[start:end].numpy().tobytes()
+        return bytes(self._content[start:end])
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Return where the bytes of a record begin and end in the file."""
-        entry = self._entries[f"{self._prefix}{name}"]
-        header = self._start + entry.header_offset
-        fields = self._file.bytes[header : header + _LOCAL_HEADER.size].numpy().tobytes()
-        require(header >= self._start and len(fields) == _LOCAL_HEADER.size, f"{self._what} is damaged: it ends early")
-        magic, name_length, extra_length = _LOCAL_HEADER.unpack(fields)
-        start = header + _LOCAL_HEADER.size + name_length + extra_length
-        is_whole = (
-            magic == b"PK\3\4"
-            and entry.file_size == entry.compress_size
-            and start + entry.file_size <= self._start + self._ends[entry.header_offset]
-        )
+        """Return where the bytes of a record begin and end."""
+        entry = _Entry.at(self._content, self._entries[f"{self._prefix}{name}"])
+        magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._content, entry.place)
+        start = entry.place + _LOCAL_HEADER.size + name_length + extra_length
+        # `_directory` has left room for it, but for the length of what is between.
+        is_whole = magic == b"PK\3\4" and start + entry.size <= self._end_of(entry)
         require(is_whole, f"{self._what} is damaged: the record {printable(name)} is not whole")
-        return start, start + entry.file_size
+        return start, start + entry.size
+
+    def _end_of(self, entry: _Entry) -> int:
+        """Return where the next record begins, or the directory."""
+        is_last = bytes(self._content[entry.next : entry.next + 4]) != _ENTRY_MAGIC
+        return next(iter(self._entries.values())) if is_last else _Entry.at(self._content, entry.next).place
 
     def _storage(self, key: Any) -> _Storage:
         """Return a view of the bytes of a record; the same one for the same key."""
         kind, name, count = _reference(key)
         if name not in self._storages:
             start, end = self._place(f"data/{name}")
-            self._storages[name] = self._file.bytes.untyped_storage()[start:end]
+            self._storages[name] = self._storage_bytes[self._start + start : self._start + end]
         storage = self._storages[name]
         require(storage.nbytes() == count * kind.dtype.itemsize, f"storage {name} has another size than its record")
         return _Storage(storage, kind.dtype)
 
 
-class _Part(io.RawIOBase):
-    """A part of a mapped file as a file, for the library that reads archives."""
+class _Entry(NamedTuple):
+    """What the directory of an archive says of a record."""
 
-    def __init__(self, file: MappedFile, start: int, size: int) -> None:
-        content: Any = file.bytes[start : start + size].numpy()
-        self._bytes = memoryview(content)
-        self._position = 0
+    name: bytes
+    place: int
+    size: int
+    next: int
+    """Where the next entry begins."""
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
+    @classmethod
+    def at(cls, content: memoryview, position: int) -> _Entry:
+        """Return the entry that begins at a position."""
+        magic, method, packed, size, name_length, extra_length, comment_length, place = _ENTRY.unpack_from(
+            content, position
+        )
+        require(magic == _ENTRY_MAGIC, "its directory has an entry that is none")
+        require(method == 0, "its records are compressed, and torch.save compresses nothing")
+        name_end = position + _ENTRY.size + name_length
+        extra_end = name_end + extra_length
+        if _MAX_32 in (packed, size, place):  # a large file has them after the name
+            fields = iter(_large_fields(bytes(content[name_end:extra_end])))
+            size, packed, place = (next(fields, -1) if each == _MAX_32 else each for each in (size, packed, place))
+        require(packed == size >= 0 and place >= 0, "a record has two sizes")
+        return cls(bytes(content[position + _ENTRY.size : name_end]), place, size, extra_end + comment_length)
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position."""
-        self._position = max(offset + {os.SEEK_CUR: self._position, os.SEEK_END: len(self._bytes)}.get(whence, 0), 0)
-        return self._position
+def _large_fields(extra: bytes) -> list[int]:
+    """Return the numbers of 64 bits that the directory has for a record."""
+    while extra:
+        kind, length = struct.unpack_from("<HH", extra)
+        require(4 + length <= len(extra), "its directory ends early")
+        if kind == 1:
+            return [number for (number,) in struct.iter_unpack("<Q", extra[4 : 4 + length // 8 * 8])]
+        extra = extra[4 + length :]
+    return []
 
-    def readinto(self, buffer: Any) -> int:
-        """Copy the next bytes."""
-        found = self._bytes[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+
+def _directory(content: memoryview) -> dict[str, int]:
+    """Return where the entry of each record is: in order, without gaps in the directory or overlaps of records.
+
+    An archive may have a record for every tensor of a large model, so nothing but this is kept of them.
+    """
+    end = len(content) - _END.size
+    require(end >= 0, "it ends early")
+    magic, count, length, position, comment = _END.unpack_from(content, end)
+    require(magic == b"PK\5\6" and comment == 0, "it does not end as an archive")
+    magic, large_end = _LOCATOR.unpack_from(content, max(end - _LOCATOR.size, 0))
+    if magic == b"PK\6\7":  # a file that could have become large
+        end = min(large_end, end)
+        magic, count, length, position = _LARGE_END.unpack_from(content, end)
+        require(magic == b"PK\6\6", "it does not end as an archive")
+    require(position + length == end, "its directory is not where it should be")
+    found: dict[str, int] = {}
+    first_free, start = 0, position
+    while position < end:
+        entry = _Entry.at(content, position)
+        require(first_free <= entry.place, "two records are at the same place, or not in order")
+        first_free = entry.place + _LOCAL_HEADER.size + len(entry.name) + entry.size
+        found[entry.name.decode("utf-8")] = position
+        position = entry.next
+    require(position == end and first_free <= start, "its directory is not where it should be")
+    require(len(found) == count, "two of its records have one name")
+    return found
 
 
 class _StorageKind(NamedTuple):
@@ -647,4 +676,5 @@ def _names() -> dict[str, Any]:
     values |= {"torch.Tensor": Tensor, "torch.nn.parameter.Parameter": nn.Parameter, "numpy.ndarray": _Array()}
     for scheme in ("per_tensor_affine", "per_channel_affine"):
         values[f"torch.{scheme}"] = getattr(torch, scheme)
-    return values | {name: Constructor(name, make) for name, make in makers.items()}
+    held = {name: _TENSOR if name.startswith("torch._") else _VALUE for name in makers}
+    return values | {name: Constructor(name, make, held[name]) for name, make in makers.items()}

@@ -7,8 +7,9 @@ runs the opcodes that write plain values, containers, and objects of a known nam
 
 - Nothing is set on an object. BUILD completes a `Draft`, which gives a new object, or is left to the vocabulary.
 - What is called is a `Constructor` of the vocabulary, never a value that the program made.
-- A program takes time and memory in proportion to its size: no opcode declares a size that is not there, and a result
-  that refers to itself, or to one part so often that following it takes for ever, is refused.
+- A program takes time and memory in proportion to its size: no opcode declares a size that is not there, every object
+  is counted with the bytes that it takes in Python before the next one is made, and a result that refers to itself, or
+  to one part so often that following it takes for ever, is refused.
 
 Everything else ends in `InvalidDataError`.
 """
@@ -17,19 +18,16 @@ from __future__ import annotations
 
 import pickle
 import struct
-import sys
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
+from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
 from ...errors import InvalidDataError, UnsafeFileError
-from ...untrusted import printable
+from ...untrusted import CONTAINERS, MAPPINGS, MOST_HELD, printable, require_bounds
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, OrderedDict, Counter)
-_MAPPINGS = (dict, OrderedDict, Counter)
-_SIZED = (*_CONTAINERS, str, bytes, bytearray)
+_SIZED = (*CONTAINERS, str, bytes, bytearray)
 _MOST_VALUES = 1_000_000
 _VALUES_PER_BYTE = 16  # one container may be referred to several times
 _MOST_LEVELS = 100  # those who walk through the result use recursion
@@ -38,10 +36,11 @@ _MOST_KEY_PARTS = 64
 _MOST_KEY = 1 << 60  # larger numbers have equal hashes
 _MOST_COPIED = 1 << 24
 _MOST_INT_BYTES = 1024
-_MOST_HELD = 1 << 26
-_HELD_PER_BYTE = 8
-_COST_OF_CALL = 128  # bytes; what a call returns is small, or counted where it is copied
+_HELD_PER_BYTE = 24  # a small dictionary takes 17 times its size in the file
+_PLACE = 9  # bytes: of an object on the stack, in a list, or in the memo
+_NUMBER = 32 + _PLACE
 _MOST_MARKS = 1_000
+_SIMPLE_KEYS = {str, bool, type(None), float, bytes}
 _HASHED_BY_VALUE = (complex, Decimal, Fraction)  # of which many can have the same hash
 
 
@@ -50,14 +49,18 @@ class Constructor(NamedTuple):
 
     name: str
     make: Callable[..., Any]
+    held: int = 256
+    """Bytes that a result takes, besides what is counted where it is copied."""
 
 
 class Draft:
     """An object whose state follows in the pickle; `complete` makes it of that state."""
 
+    __slots__ = ("complete", "memo_keys")
+
     def __init__(self, complete: Callable[[Any], Any]) -> None:
         self.complete = complete
-        self.memo_keys: list[int] = []
+        self.memo_keys: tuple[int, ...] = ()
 
 
 class Vocabulary(Protocol):
@@ -79,14 +82,21 @@ class Vocabulary(Protocol):
         """Return the object that a pickle refers to by a key."""
 
 
-def interpret(program: bytes, vocabulary: Vocabulary, what: str) -> Any:
-    """Return the value of a pickle; raise InvalidDataError for anything but data."""
-    return interpret_at(program, 0, vocabulary, what)[0]
+def interpret(program: bytes, vocabulary: Vocabulary, what: str, *, most_held: int | None = None) -> Any:
+    """Return the value of a pickle; raise InvalidDataError for anything but data.
+
+    Its objects may take `most_held` bytes: by default 64 MiB, and 24 times the size of the program.
+    """
+    return interpret_at(program, 0, vocabulary, what, most_held=most_held)[0]
 
 
-def interpret_at(program: bytes, start: int, vocabulary: Vocabulary, what: str) -> tuple[Any, int]:
+def interpret_at(
+    program: bytes, start: int, vocabulary: Vocabulary, what: str, *, most_held: int | None = None
+) -> tuple[Any, int]:
     """Return the value of the pickle that begins at a position, and where it ends."""
-    machine = _Machine(program, vocabulary, start)
+    machine = _Machine(
+        program, vocabulary, start, MOST_HELD + _HELD_PER_BYTE * len(program) if most_held is None else most_held
+    )
     try:
         result = machine.run()
         require_finished(result, len(program))
@@ -95,6 +105,7 @@ def interpret_at(program: bytes, start: int, vocabulary: Vocabulary, what: str) 
         raise UnsafeFileError(message, error.culprit) from None
     except Exception as error:  # of a constructor, too
         reason = str(error) if isinstance(error, InvalidDataError) else f"{type(error).__name__}: {error}"
+        reason = "it ends early" if isinstance(error, struct.error) else reason
         raise InvalidDataError(f"{what} is damaged: {printable(reason, 400)}") from error
     return result, machine.position
 
@@ -108,6 +119,8 @@ def require(condition: bool, reason: str) -> None:
 def require_keys(keys: Iterable[Any]) -> None:
     """Refuse keys that Python hashes by recursion without a bound, or of which many have the same hash."""
     for key in keys:
+        if type(key) in _SIMPLE_KEYS:
+            continue
         level = [key]
         for _ in range(_MOST_KEY_LEVELS):
             is_small = all(type(part) is not int or abs(part) < _MOST_KEY for part in level)
@@ -120,15 +133,15 @@ def require_keys(keys: Iterable[Any]) -> None:
 
 
 class _Machine:
-    def __init__(self, program: bytes, vocabulary: Vocabulary, start: int) -> None:
+    def __init__(self, program: bytes, vocabulary: Vocabulary, start: int, most_held: int) -> None:
         self.program = program
         self.vocabulary = vocabulary
         self.position = start
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.may_copy = _MOST_COPIED + 8 * len(program)
-        self.may_hold = _MOST_HELD + _HELD_PER_BYTE * len(program)
+        self.may_hold = most_held
 
     def run(self) -> Any:
         """Execute opcode after opcode until STOP."""
@@ -152,7 +165,8 @@ class _Machine:
 
     def number(self, form: struct.Struct) -> Any:
         """Return the number that follows in the program."""
-        (value,) = form.unpack(self.take(form.size))
+        (value,) = form.unpack_from(self.program, self.position)
+        self.position += form.size
         return value
 
     def line(self) -> str:
@@ -174,16 +188,28 @@ class _Machine:
         require(self.may_copy >= 0, "it copies its values too often")
 
     def hold(self, num_bytes: int) -> None:
-        """Refuse a program whose containers need much more memory than it has bytes."""
+        """Refuse a program whose objects need much more memory than it has bytes."""
         self.may_hold -= num_bytes
-        require(self.may_hold >= 0, "it holds too many containers")
+        if self.may_hold < 0:
+            raise InvalidDataError("its objects take too much memory")
+
+    def push(self, value: Any) -> None:
+        """Push a new object, whose size is counted."""
+        self.hold(getsizeof(value) + _PLACE)
+        self.stack.append(value)
 
     def remember(self, key: int) -> None:
-        """Store the top of the stack under a key."""
+        """Store the top of the stack under a key, the next one or one that was used."""
         top = self.stack[-1]
-        self.memo[key] = top
+        if key == len(self.memo):
+            self.hold(_PLACE)
+            self.memo.append(top)
+        else:
+            require(key < len(self.memo), "it leaves out a number of its memo")
+            self.memo[key] = top
         if type(top) is Draft:
-            top.memo_keys.append(key)
+            self.hold(_NUMBER)
+            top.memo_keys += (key,)
 
 
 def _mark(machine: _Machine) -> None:
@@ -201,33 +227,38 @@ def _frame(machine: _Machine) -> None:
     require(machine.position + length <= len(machine.program), "it ends early")
 
 
-def _push(make: Callable[[], Any]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(make())
-
-
-def _push_container(make: Callable[[], Any]) -> Callable[[_Machine], None]:
-    size = sys.getsizeof(make())
+def _push_same(value: Any) -> Callable[[_Machine], None]:
+    """Push what there is once in Python."""
 
     def push(machine: _Machine) -> None:
-        machine.hold(size)
-        machine.stack.append(make())
+        machine.hold(_PLACE)
+        machine.stack.append(value)
 
     return push
 
 
+def _push_new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(make())
+
+
 def _push_number(form: str) -> Callable[[_Machine], None]:
     packed = struct.Struct(form)
-    return lambda machine: machine.stack.append(machine.number(packed))
+
+    def push(machine: _Machine) -> None:
+        machine.hold(_NUMBER)
+        machine.stack.append(machine.number(packed))
+
+    return push
 
 
 def _push_text(form: str) -> Callable[[_Machine], None]:
     length = struct.Struct(form)
-    return lambda machine: machine.stack.append(machine.take(machine.number(length)).decode("utf-8", "surrogatepass"))
+    return lambda machine: machine.push(machine.take(machine.number(length)).decode("utf-8", "surrogatepass"))
 
 
 def _push_bytes(form: str, kind: Callable[[bytes], Any] = bytes) -> Callable[[_Machine], None]:
     length = struct.Struct(form)
-    return lambda machine: machine.stack.append(kind(machine.take(machine.number(length))))
+    return lambda machine: machine.push(kind(machine.take(machine.number(length))))
 
 
 def _push_int(form: str) -> Callable[[_Machine], None]:
@@ -236,7 +267,7 @@ def _push_int(form: str) -> Callable[[_Machine], None]:
     def push(machine: _Machine) -> None:
         count = machine.number(length)
         require(0 <= count <= _MOST_INT_BYTES, "a number is too long")
-        machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
+        machine.push(int.from_bytes(machine.take(count), "little", signed=True))
 
     return push
 
@@ -248,7 +279,12 @@ def _put(form: str) -> Callable[[_Machine], None]:
 
 def _get(form: str) -> Callable[[_Machine], None]:
     key = struct.Struct(form)
-    return lambda machine: machine.stack.append(machine.memo[machine.number(key)])
+
+    def push(machine: _Machine) -> None:
+        machine.hold(_PLACE)
+        machine.stack.append(machine.memo[machine.number(key)])
+
+    return push
 
 
 def _memoize(machine: _Machine) -> None:
@@ -256,13 +292,11 @@ def _memoize(machine: _Machine) -> None:
 
 
 def _tuple(machine: _Machine) -> None:
-    made = tuple(machine.pop_mark())
-    machine.hold(sys.getsizeof(made))
-    machine.stack.append(made)
+    machine.push(tuple(machine.pop_mark()))
 
 
 def _tuple_of(count: int) -> Callable[[_Machine], None]:
-    size = sys.getsizeof((None,) * count)
+    size = getsizeof((None,) * count)
 
     def make(machine: _Machine) -> None:
         require(len(machine.stack) >= count, "it takes what is not there")
@@ -272,50 +306,48 @@ def _tuple_of(count: int) -> Callable[[_Machine], None]:
     return make
 
 
-def _append(machine: _Machine) -> None:
-    item = machine.stack.pop()
-    _top(machine, (list,)).append(item)
+def _adding(
+    kinds: tuple[type, ...], take: Callable[[_Machine], Any], add: Callable[[Any, Any], None]
+) -> Callable[[_Machine], None]:
+    """Return an operation that adds to the container on the stack what it takes from there."""
+
+    def operate(machine: _Machine) -> None:
+        items = take(machine)
+        top = machine.stack[-1]
+        require(type(top) in kinds, f"it adds to an object of {type(top).__name__}")
+        before = getsizeof(top)
+        add(top, items)
+        machine.hold(getsizeof(top) - before)
+
+    return operate
 
 
-def _appends(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    _top(machine, (list,)).extend(items)
-
-
-def _add_items(machine: _Machine) -> None:
+def _take_members(machine: _Machine) -> list[Any]:
     items = machine.pop_mark()
     require_keys(items)
-    _top(machine, (set,)).update(items)
+    return items
 
 
-def _set_item(machine: _Machine) -> None:
+def _take_pair(machine: _Machine) -> list[Any]:
     value, key = machine.stack.pop(), machine.stack.pop()
     require_keys((key,))
-    _top(machine, _MAPPINGS)[key] = value
+    return [key, value]
 
 
-def _set_items(machine: _Machine) -> None:
+def _take_pairs(machine: _Machine) -> list[Any]:
     items = machine.pop_mark()
     require(len(items) % 2 == 0, "a key has no value")
-    keys = items[::2]
-    require_keys(keys)
-    target = _top(machine, _MAPPINGS)
-    for key, value in zip(keys, items[1::2], strict=True):
+    require_keys(items[::2])
+    return items
+
+
+def _set_pairs(target: Any, items: list[Any]) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
         target[key] = value
 
 
-def _top(machine: _Machine, kinds: tuple[type, ...]) -> Any:
-    top = machine.stack[-1]
-    require(type(top) in kinds, f"it adds to an object of {type(top).__name__}")
-    return top
-
-
 def _frozen(machine: _Machine) -> None:
-    items = machine.pop_mark()
-    require_keys(items)
-    made = frozenset(items)
-    machine.hold(sys.getsizeof(made))
-    machine.stack.append(made)
+    machine.push(frozenset(_take_members(machine)))
 
 
 def _global(machine: _Machine) -> None:
@@ -341,8 +373,11 @@ def _construct(machine: _Machine, otherwise: Callable[[Any, tuple[Any, ...]], An
     function = machine.stack[-1]
     require(type(arguments) is tuple, "arguments are not a tuple")
     machine.count_copied(arguments)
-    machine.hold(_COST_OF_CALL)
-    machine.stack[-1] = function.make(*arguments) if type(function) is Constructor else otherwise(function, arguments)
+    if type(function) is Constructor:
+        machine.hold(function.held)
+        machine.stack[-1] = function.make(*arguments)
+    else:
+        machine.stack[-1] = otherwise(function, arguments)
 
 
 def _build(machine: _Machine) -> None:
@@ -370,13 +405,13 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         pickle.PROTO: _protocol,
         pickle.FRAME: _frame,
         pickle.MARK: _mark,
-        pickle.NONE: _push(lambda: None),
-        pickle.NEWTRUE: _push(lambda: True),
-        pickle.NEWFALSE: _push(lambda: False),
-        pickle.EMPTY_TUPLE: _push(tuple),
-        pickle.EMPTY_LIST: _push_container(list),
-        pickle.EMPTY_DICT: _push_container(dict),
-        pickle.EMPTY_SET: _push_container(set),
+        pickle.NONE: _push_same(None),
+        pickle.NEWTRUE: _push_same(True),
+        pickle.NEWFALSE: _push_same(False),
+        pickle.EMPTY_TUPLE: _push_same(()),
+        pickle.EMPTY_LIST: _push_new(list),
+        pickle.EMPTY_DICT: _push_new(dict),
+        pickle.EMPTY_SET: _push_new(set),
         pickle.BININT: _push_number("<i"),
         pickle.BININT1: _push_number("<B"),
         pickle.BININT2: _push_number("<H"),
@@ -394,11 +429,11 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         pickle.TUPLE1: _tuple_of(1),
         pickle.TUPLE2: _tuple_of(2),
         pickle.TUPLE3: _tuple_of(3),
-        pickle.APPEND: _append,
-        pickle.APPENDS: _appends,
-        pickle.ADDITEMS: _add_items,
-        pickle.SETITEM: _set_item,
-        pickle.SETITEMS: _set_items,
+        pickle.APPEND: _adding((list,), lambda machine: machine.stack.pop(), list.append),
+        pickle.APPENDS: _adding((list,), _Machine.pop_mark, list.extend),
+        pickle.ADDITEMS: _adding((set,), _take_members, set.update),
+        pickle.SETITEM: _adding(MAPPINGS, _take_pair, _set_pairs),
+        pickle.SETITEMS: _adding(MAPPINGS, _take_pairs, _set_pairs),
         pickle.FROZENSET: _frozen,
         pickle.BINPUT: _put("<B"),
         pickle.LONG_BINPUT: _put("<I"),
@@ -415,33 +450,13 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
 }
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    if type(value) in _MAPPINGS:
-        return (*value, *value.values())
-    return value if type(value) in _CONTAINERS else ()
-
-
 def require_finished(result: Any, num_bytes: int = 0) -> None:
     """Refuse a result with a draft or a constructor in it, with itself in it, too deep, or too large to follow."""
-    most = _MOST_VALUES + _VALUES_PER_BYTE * num_bytes
-    levels: dict[int, int] = {}
-    sizes: dict[int, int] = {}  # of containers, by id; 0 while a container is open
-    pending: list[tuple[Any, bool]] = [(result, False)]
-    while pending:
-        value, is_complete = pending.pop()
-        kind = type(value)
-        if kind in (Draft, Constructor):
-            raise UnsafeFileError(value.name) if kind is Constructor else InvalidDataError("an object has no state")
-        if kind not in _CONTAINERS:
-            continue
-        if is_complete:
-            sizes[id(value)] = size = 1 + sum(sizes.get(id(part), 1) for part in _parts(value))
-            require(size <= most, f"it holds more than {most:,} values")
-            levels[id(value)] = level = 1 + max((levels.get(id(part), 0) for part in _parts(value)), default=0)
-            require(level <= _MOST_LEVELS, f"it is nested deeper than {_MOST_LEVELS} levels")
-        elif id(value) in sizes:
-            require(sizes[id(value)] > 0, "a container holds itself")
-        else:
-            sizes[id(value)] = 0
-            pending.append((value, True))
-            pending.extend((part, False) for part in _parts(value) if type(part) in (*_CONTAINERS, Draft, Constructor))
+    most_values = _MOST_VALUES + _VALUES_PER_BYTE * num_bytes
+    require_bounds(result, "it", _MOST_LEVELS, most_values, _UNFINISHED)
+
+
+_UNFINISHED: dict[type, Callable[[Any], Exception]] = {
+    Draft: lambda _: InvalidDataError("an object has no state"),
+    Constructor: lambda constructor: UnsafeFileError(constructor.name),
+}

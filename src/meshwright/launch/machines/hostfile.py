@@ -9,9 +9,10 @@ from pathlib import Path
 from ...config.launch.settings import LaunchSettings
 from ...errors import LaunchError
 from ...program import program_name
+from ...untrusted import printable, read_bytes
 from .cluster import Cluster
 
-_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<host>[^\s-]\S*)\s+slots=(?P<slots>[0-9]{1,6})")
 
 
 def cluster_from_hostfile(settings: LaunchSettings) -> Cluster | None:
@@ -54,15 +55,19 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Return the machines of a hostfile with their slots, in order."""
     if not path.is_file():
         raise LaunchError(f"There is no hostfile {path}.")
+    try:
+        content = read_bytes(path, "The hostfile").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"The hostfile {path} is not text in UTF-8: {error}.") from None
     machines: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = _LINE.fullmatch(text)
         if found is None or found["host"] in machines:
             why = "is named twice" if found is not None else "cannot be read: write `name slots=8`"
-            raise LaunchError(f"{path}, line {number}: {text!r} {why}.")
+            raise LaunchError(f"{path}, line {number}: {printable(text)!r} {why}.")
         machines[found["host"]] = int(found["slots"])
     if not machines:
         raise LaunchError(f"The hostfile {path} names no machine.")

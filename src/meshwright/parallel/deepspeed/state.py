@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...temporary import new_folder, remove_folder, temporary_folder
+from ...untrusted import printable
 from ..base import EngineState
 
 _TAG = "state"
@@ -62,9 +64,9 @@ class DeepSpeedState(EngineState):
 
     def objection(self, states: Mapping[str, Any]) -> str | None:
         """Compare the ZeRO stage and the names and shapes of the parameters."""
-        model_state = next((state for state in states.values() if "module" in state), None)
-        if model_state is None:
-            return "the checkpoint has no file of DeepSpeed's model states"
+        if (damage := _damage(states)) is not None:
+            return damage
+        model_state = next(state for state in states.values() if "module" in state)
         there = model_state["ds_config"].get("zero_optimization", {}).get("stage", 0)
         here = self.engine.zero_optimization_stage()
         if there != here:
@@ -156,6 +158,35 @@ class DeepSpeedState(EngineState):
         from deepspeed.utils import zero_to_fp32
 
         return {"zero_to_fp32.py": Path(zero_to_fp32.__file__).read_text(encoding="utf-8")}
+
+
+def _damage(states: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the facts that are read here and by DeepSpeed's own reader, or None."""
+    for file, state in states.items():
+        if not isinstance(state, dict) or not all(type(key) is str for key in state):
+            return f"{file} holds no facts by their names"
+    found = [(file, state) for file, state in states.items() if "module" in state]
+    if not found:
+        return "the checkpoint has no file of DeepSpeed's model states"
+    file, state = found[0]
+    config, groups, ranks = (state.get(key) for key in ("ds_config", "param_shapes", "dp_world_size"))
+    section = config.get("zero_optimization", {}) if isinstance(config, dict) else None
+    if not isinstance(section, dict) or not isinstance(section.get("stage", 0), int):
+        return f"{file} has no configuration of DeepSpeed"
+    if type(ranks) is not int or ranks < 1:
+        return f"{file} is of {printable(str(ranks), 20)} ranks"
+    whole = state["module"]
+    if groups is None and not (isinstance(whole, dict) and all(isinstance(value, Tensor) for value in whole.values())):
+        return f"{file} holds no weights by their names"
+    if groups is not None and not (isinstance(groups, list) and all(_are_shapes(group) for group in groups)):
+        return f"{file} has no shapes of parameters"
+    return None
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(
+        type(name) is str and isinstance(shape, torch.Size) for name, shape in group.items()
+    )
 
 
 def _shapes(groups: Any, whole: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
