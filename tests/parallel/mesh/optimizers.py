@@ -89,7 +89,9 @@ class Momentum(Optimizer):
             "tuple": lambda: (tuple(params), len(params)),
             "weak": lambda: [weakref.ref(param) for param in params],
             "object": lambda: Holder(params),
+            "slots": lambda: SlotsHolder(params),
             "closure": lambda: lambda: params,
+            "default argument": lambda: lambda kept=params: kept,
             "dict": lambda: dict(enumerate(params)),
             "set": lambda: set(params),
         }.get(keeps, lambda: None)()
@@ -105,7 +107,7 @@ class Momentum(Optimizer):
             return [param for each in kept if (param := each()) is not None]
         if self.keeps == "dict":
             return list(kept.values())
-        return list(kept()) if self.keeps == "closure" else list(getattr(kept, "params", kept))
+        return list(kept()) if callable(kept) else list(getattr(kept, "params", kept))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -120,6 +122,45 @@ class Momentum(Optimizer):
 class Holder:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
+
+
+class SlotsHolder:
+    """Keeps parameters, and refuses to be changed, as a frozen dataclass with slots."""
+
+    __slots__ = ("params",)
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        object.__setattr__(self, "params", list(params))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class Averages(Optimizer):
+    """Pulls parameters to averages that it keeps: in pairs with them, by their names, or by their ids."""
+
+    def __init__(self, params: Iterable[tuple[str, Tensor]], keeps: str) -> None:
+        named = dict(params)
+        super().__init__(named.values(), {"lr": 0.1})
+        self.named, self.averages = named, {name: param.detach().clone() for name, param in named.items()}
+        self.pairs = [(param, self.averages[name], 0.5) for name, param in named.items()]
+        self.by_id = {id(param): self.averages[name] for name, param in named.items()}
+        for kept in {"pairs", "averages", "by_id"} - {keeps}:
+            delattr(self, kept)
+        self.keeps = keeps
+
+    def average_of(self, name: str, param: Tensor) -> Tensor:
+        if self.keeps == "pairs":
+            return next(average for other, average, _ in self.pairs if other is param)
+        return self.averages[name] if self.keeps == "averages" else self.by_id[id(param)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for name, param in self.named.items():
+            param.add_(param.grad, alpha=-0.1)
+            average = self.average_of(name, param)
+            average.lerp_(param, 0.5)
+            param.copy_(average)
 
 
 class Flat(Optimizer):
@@ -285,7 +326,11 @@ RIGHT: dict[str, Maker] = {
     "SAM": lambda net: Sam(net.parameters(), SGD, lr=0.1, momentum=0.9),
     **{
         f"own {kind}": lambda net, kind=kind: Momentum(net.parameters(), kind)
-        for kind in ("list", "tuple", "weak", "object", "closure", "dict", "set")
+        for kind in ("list", "tuple", "weak", "object", "slots", "closure", "default argument", "dict", "set")
+    },
+    **{
+        f"averages in {kind}": lambda net, kind=kind: Averages(net.named_parameters(), kind)
+        for kind in ("pairs", "averages", "by_id")
     },
 }
 """What equals one process however parameters are spread."""

@@ -4,19 +4,22 @@
 list of its own, SAM and Lookahead another optimizer, others a dict by parameter or by `id(param)`, a weak reference, or
 a hook whose closure holds a list. A reference that is left to a replaced parameter fails without a word: the optimizer
 steps a tensor that no model uses. So everything that an optimizer holds is searched, through containers, other
-optimizers, closures and plain objects, and changed in place, so that whoever shares a container sees the change.
+optimizers, closures, default arguments and plain objects, and changed in place, so that whoever shares a container sees
+the change. What a function finds in the globals of a script is not searched.
 
-Copies of values (the slow weights of Lookahead) are no references. They are known by their place, beside the parameter
-in a mapping or in a list like that of a group, and are spread as the parameter is.
+Copies of values (the slow weights of Lookahead) are no references. They are known by their place: beside the parameter
+in a mapping by parameter or by `id(param)`, in a pair with it, in a list like that of a group, or in a mapping with the
+names of one that holds parameters. They are spread as the parameter is.
 """
 
 from __future__ import annotations
 
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from copy import copy
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -66,8 +69,8 @@ def _parts(value: Any) -> Iterator[Any] | None:
     if isinstance(value, partial):
         return iter([value.func, value.args, value.keywords])
     if isinstance(value, FunctionType):
-        return (cell.cell_contents for cell in _cells_of(value))
-    return iter(list(vars(value).values())) if _is_open(value) else None
+        return iter([*(cell.cell_contents for cell in _cells_of(value)), *_defaults_of(value)])
+    return iter(list(_attributes(value).values())) if _is_open(value) else None
 
 
 def _is_open(value: Any) -> bool:
@@ -75,7 +78,37 @@ def _is_open(value: Any) -> bool:
     if isinstance(value, Optimizer):
         return True
     closed = isinstance(value, (nn.Module, ModuleType, type)) or f"{type(value).__module__}.".startswith(_CLOSED)
-    return not closed and hasattr(value, "__dict__")
+    return not closed and (hasattr(value, "__dict__") or any(_slots_of(type(value))))
+
+
+def _slots_of(kind: type) -> Iterator[MemberDescriptorType]:
+    for each in kind.__mro__:
+        if "__slots__" in vars(each):
+            yield from (member for member in vars(each).values() if isinstance(member, MemberDescriptorType))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in `__slots__`, too."""
+    found = dict(getattr(value, "__dict__", {}))
+    for slot in _slots_of(type(value)):
+        with suppress(AttributeError):  # empty
+            found[slot.__name__] = slot.__get__(value)
+    return found
+
+
+def _set_attribute(value: Any, name: str, part: Any) -> None:
+    """Set an attribute, whatever `__setattr__` of its class does, as a frozen dataclass."""
+    if name in getattr(value, "__dict__", {}):
+        value.__dict__[name] = part
+        return
+    next(slot for slot in _slots_of(type(value)) if slot.__name__ == name).__set__(value, part)
+
+
+def _defaults_of(function: FunctionType) -> Iterator[Any]:
+    """Yield the default arguments of a function that hold parameters, or what may."""
+    for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        if isinstance(part, (Tensor, ref, *_SEARCHED)):
+            yield part
 
 
 def _cells_of(function: FunctionType) -> Iterator[Any]:
@@ -133,12 +166,23 @@ class Rebinding:
             for cell in _cells_of(value):
                 if (new := self._visit(cell.cell_contents)) is not cell.cell_contents:
                     cell.cell_contents = new
+            self._change_defaults(value)
         elif isinstance(value, (MethodType, partial)):
             for part in _parts(value) or ():
                 self._visit(part)
         else:
-            self._change_mapping(vars(value))
+            for name, part in _attributes(value).items():
+                if (new := self._visit(part)) is not part:
+                    _set_attribute(value, name, new)
         return value
+
+    def _change_defaults(self, function: FunctionType) -> None:
+        searched = {id(part) for part in _defaults_of(function)}
+        defaults = [self._visit(part) if id(part) in searched else part for part in function.__defaults__ or ()]
+        if any(new is not old for new, old in zip(defaults, function.__defaults__ or (), strict=True)):
+            function.__defaults__ = tuple(defaults)
+        by_name = function.__kwdefaults__ or {}
+        by_name.update({name: self._visit(part) for name, part in by_name.items() if id(part) in searched})
 
     def _change_fixed(self, value: Any) -> Any:
         parts = [self._visit(part) for part in value]
@@ -179,15 +223,57 @@ def _copies_in(
     """Return where an optimizer keeps values like those of a parameter: a container, the place in it, the parameter."""
     found: list[tuple[Any, Any, Tensor]] = []
     columns = _columns(optimizer)
-    for value in _holders(optimizer):
+    own = {id(param): param for params in columns for param in params}
+    holders = _holders(optimizer)
+    by_name = [value for value in holders if _holds_by_name(value, own)]
+    for value in holders:
         if isinstance(value, MutableMapping):
-            for param in value:
-                if isinstance(param, Tensor) and not leaves_out(value, param):
-                    found += [(place, name, param) for place, name in _beside(param, value, param)]
+            params_by_name = next((params for params in by_name if _are_copies_by_name(value, params)), None)
+            for key in value:
+                param = key if isinstance(key, Tensor) else own.get(key) if type(key) is int else None
+                if params_by_name is not None:
+                    found.append((value, key, params_by_name[key]))
+                elif param is not None and not leaves_out(value, param):
+                    found += [(place, name, param) for place, name in _beside(param, value, key)]
         elif isinstance(value, list):
             params = next((params for params in columns if _are_copies(value, params)), [])
             found += [(value, index, param) for index, param in enumerate(params)]
+            found += [pair for index in range(len(value)) for pair in _copies_in_pair(value, index, own)]
     return found
+
+
+def _holds_by_name(value: Any, own: Mapping[int, Tensor]) -> bool:
+    """Return whether a mapping has parameters by their names."""
+    is_mapping = isinstance(value, Mapping) and bool(value)
+    return is_mapping and all(type(name) is str and id(part) in own for name, part in value.items())
+
+
+def _are_copies_by_name(value: Mapping[Any, Any], params: Mapping[str, Tensor]) -> bool:
+    return value.keys() == params.keys() and all(_is_copy(value[name], param) for name, param in params.items())
+
+
+class _InTuple:
+    """The places of a tuple in a list."""
+
+    def __init__(self, outer: list[Any], index: int) -> None:
+        self._outer, self._index = outer, index
+
+    def __getitem__(self, place: int) -> Any:
+        return self._outer[self._index][place]
+
+    def __setitem__(self, place: int, part: Any) -> None:
+        before = self._outer[self._index]
+        parts = [*before[:place], part, *before[place + 1 :]]
+        self._outer[self._index] = type(before)(*parts) if hasattr(before, "_fields") else type(before)(parts)
+
+
+def _copies_in_pair(outer: list[Any], index: int, own: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield the copies of one parameter that stand in a tuple with it."""
+    pair = outer[index]
+    params = [part for part in pair if id(part) in own] if isinstance(pair, tuple) else []
+    if len(params) == 1:
+        places = [place for place, part in enumerate(pair) if id(part) not in own and _is_copy(part, params[0])]
+        yield from ((_InTuple(outer, index), place, params[0]) for place in places)
 
 
 def flat_copy_in(optimizer: Optimizer) -> bool:
@@ -272,13 +358,23 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
             made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         elif isinstance(value, MethodType):
             made = MethodType(value.__func__, _copied(value.__self__, memo))
-        elif isinstance(value, (nn.Module, partial, ref)) or getattr(value, "__closure__", None):
+        elif isinstance(value, (nn.Module, partial, ref)) or _holds_more(value):
             raise _CannotCopyError
         elif _is_open(value):
             made = memo[id(value)] = object.__new__(type(value))
-            made.__dict__.update({name: _copied(part, memo) for name, part in _own_attributes(value).items()})
+            slots = {slot.__name__: slot for slot in _slots_of(type(value))}
+            for name, part in _own_attributes(value).items():
+                if name in slots:
+                    slots[name].__set__(made, _copied(part, memo))
+                else:
+                    made.__dict__[name] = _copied(part, memo)
         memo[id(value)] = made
     return memo[id(value)]
+
+
+def _holds_more(value: Any) -> bool:
+    """Return whether a function holds what a copy of it would share."""
+    return isinstance(value, FunctionType) and (bool(value.__closure__) or any(True for _ in _defaults_of(value)))
 
 
 def _copied_container(value: Any, memo: dict[int, Any]) -> Any:
@@ -293,7 +389,7 @@ def _copied_container(value: Any, memo: dict[int, Any]) -> Any:
 
 def _own_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object; those of an optimizer without its state and what others hang on it."""
-    own = dict(vars(value))
+    own = _attributes(value)
     if not isinstance(value, Optimizer):
         return own
     own.pop("step", None)  # a scheduler's, which counts steps
