@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -75,6 +77,19 @@ def test_the_gate_installs_from_locks_only() -> None:
         lines = (CI / script).read_text().splitlines()
         assert not [line for line in lines if re.match(r"\s*install \S", line)], script
     assert "UV_INDEX_STRATEGY" not in (CI / "uv.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CI.parent / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.stem
+)
+def test_a_workflow_only_calls_what_anybody_can_run(file: Path) -> None:
+    steps = [step for job in yaml.safe_load(file.read_text())["jobs"].values() for step in job["steps"]]
+    commands = [line.strip() for step in steps for line in step.get("run", "").splitlines()]
+    tools = ("pip", "python", "pytest", "mkdocs", "mike", "hatchling", "meshwright")
+    assert [line for line in commands if any(re.search(rf"\b{tool}\b", line) for tool in tools)] == []
+    called = {line.split()[0] for line in commands if line.startswith(".ci/")}
+    assert called
+    assert all(os.access(CI.parent / script, os.X_OK) for script in called)
 
 
 def test_the_bill_of_materials_lists_what_the_wheel_needs(tmp_path: Path) -> None:
