@@ -24,9 +24,9 @@ def run(rounds: int) -> list[Comparison]:
 
 
 def model() -> nn.Module:
-    """Make an embedding and layers, 48 MB together."""
-    layers = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(4)]
-    return nn.Sequential(nn.Embedding(8192, 512), *layers)
+    """Make an embedding and layers, 168 MB together."""
+    layers = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(8192, 1024), *layers)
 
 
 def on_every_rank(rounds: int) -> list[Comparison]:
@@ -65,5 +65,6 @@ def on_every_rank(rounds: int) -> list[Comparison]:
             built(handed_over),
             rounds=rounds,
             target=1.10,
+            warm_up=2,
         )
     ]
