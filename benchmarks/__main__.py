@@ -46,6 +46,7 @@ SUBJECTS = {
     "sequences": ("ours",),
     "survive": ("ours",),
     "watch": ("ours",),
+    "weights": ("ours",),
     "xla": ("ours",),
 }
 """Who has what is measured."""

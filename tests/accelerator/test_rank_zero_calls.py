@@ -89,6 +89,7 @@ CALLS: dict[str, Callable[[Run], Any]] = {
         torch.optim.SGD(run.accelerator.unwrap_model(run.model).parameters(), lr=0.1)
     ),
     "prepare of models and loaders": lambda run: run.accelerator.prepare(DataLoader(torch.randn(8, 4))),
+    "weights": lambda run: list(run.accelerator.weights(run.model)),
     "free_memory": lambda run: run.accelerator.free_memory(),
     "end_training": lambda run: run.accelerator.end_training(),
 }

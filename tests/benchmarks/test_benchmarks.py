@@ -64,6 +64,7 @@ def results() -> Results:
         ("replicas", GENEROUS_FOR_TWO_PROCESSES),
         ("sequences", GENEROUS_FOR_TWO_PROCESSES),
         ("survive", GENEROUS_FOR_TWO_PROCESSES),
+        ("weights", GENEROUS_FOR_TWO_PROCESSES),
     ],
 )
 def test_a_subject_is_measured(subject: str, bound: float) -> None:

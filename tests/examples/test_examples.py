@@ -272,6 +272,30 @@ def test_distributed_inference(world_size: int, tmp_path: Path) -> None:
     assert "101 answers, those of the plain model: True" in printed
 
 
+WEIGHTS = [at_night(1, []), at_night(2, []), (2, ["--shard"])]
+
+
+@pytest.mark.parametrize(("world_size", "options"), WEIGHTS)
+def test_serve_weights(world_size: int, options: list[str], tmp_path: Path) -> None:
+    printed = run_example("serve_weights.py", *options, world_size=world_size, directory=tmp_path)
+    assert "4 tensors, in " in printed
+    assert number_after("differs by", printed) == 0.0
+
+
+@pytest.mark.parametrize(("world_size", "options"), WEIGHTS)
+def test_export_weights(world_size: int, options: list[str], tmp_path: Path) -> None:
+    printed = run_example("export_weights.py", *options, world_size=world_size, directory=tmp_path)
+    assert "9 tensors in 3 files, different 0" in printed
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(("world_size", "options"), WEIGHTS)
+def test_teacher_weights(world_size: int, options: list[str], tmp_path: Path) -> None:
+    printed = run_example("teacher_weights.py", *options, world_size=world_size, directory=tmp_path)
+    assert number_after("accuracy", printed) > 0.9
+    assert number_after("differ by", printed) == 0.0
+
+
 def test_notebook(tmp_path: Path) -> None:
     book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     assert not [cell for cell in book.cells if cell.get("outputs")], "it is stored without outputs"

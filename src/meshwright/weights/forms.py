@@ -160,7 +160,11 @@ class Held:
     """The process group of these ranks, if there is one already."""
 
 
-def held(name: str, tensor: Tensor) -> Held:
+Rows = dict[Any, tuple[tuple[int, ...], Any]]
+"""The ranks along axes of a mesh, and their group: known from tensors before, because a mesh takes long to tell."""
+
+
+def held(name: str, tensor: Tensor, rows: Rows) -> Held:
     """Return how a tensor is held; refuse a kind that cannot be put together."""
     if hasattr(tensor, "ds_id"):
         return _partitioned(name, tensor)
@@ -188,26 +192,32 @@ def held(name: str, tensor: Tensor) -> Held:
             cuts.append(Cut(dim % tensor.dim(), size, getattr(placement, "split_factor", 1)))
             axes.append(axis)
     form = Form(tuple(tensor.shape), own.dtype, tuple(cuts))
-    ranks = _ranks_along(mesh, axes) if cuts else ()
+    if not cuts:
+        return Held(form, own)
+    key = mesh, tuple(axes)
+    if key not in rows:
+        rows[key] = _ranks_along(name, mesh, axes), mesh.get_group(axes[0]) if len(axes) == 1 else None
+    ranks, group = rows[key]
+    _check(name, form, own, ranks)
+    return Held(form, own, ranks, group)
+
+
+def _ranks_along(name: str, mesh: Any, axes: list[int]) -> tuple[int, ...]:
+    own = mesh.get_coordinate()
+    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))
+    ranks = tuple(mesh.mesh[index].flatten().tolist())
     if list(ranks) != sorted(ranks):
         raise UnsupportedSettingError(
             f"accelerator.weights() with {name} on a mesh whose ranks are {ranks}",
             "groups of processes have their ranks in ascending order, and the parts would be mixed up.",
             "Make the mesh with its ranks in order.",
         )
-    _check(name, form, own, ranks)
-    return Held(form, own, ranks, mesh.get_group(axes[0]) if len(axes) == 1 else None)
-
-
-def _ranks_along(mesh: Any, axes: list[int]) -> tuple[int, ...]:
-    own = mesh.get_coordinate()
-    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))
-    return tuple(mesh.mesh[index].flatten().tolist())
+    return ranks
 
 
 def _check(name: str, form: Form, own: Tensor, ranks: tuple[int, ...]) -> None:
     rank = torch.distributed.get_rank()
-    expected = form.part_shape(ranks.index(rank)) if ranks else form.shape
+    expected = form.part_shape(ranks.index(rank))
     if tuple(own.shape) != expected:
         raise ValueError(
             f"Rank {rank}: {name} has the shape {form.shape}, and its part here has {tuple(own.shape)} instead of "

@@ -1,10 +1,10 @@
 """Put full tensors together from their parts, one after the other, in bounded memory.
 
 [Note: buckets] Small tensors are packed: their parts are sent in one collective per bucket. A large one is gathered
-alone, straight into its place where its parts follow one another there, else in pieces. So beside the model a process
-holds a quarter of a bucket of packed tensors, the tensor that was yielded last, the one that is being put together, and
-one piece. Every process makes the same collectives in the same order: they follow from the forms, which are the same
-everywhere.
+alone, straight into its place where its parts follow one another there and a quarter of a bucket holds it, because some
+backends copy what they gather; else in pieces. So beside the model a process holds a quarter of a bucket of packed
+tensors, the tensor that was yielded last, the one that is being put together, and one piece. Every process makes the
+same collectives in the same order: they follow from the forms, which are the same everywhere.
 
 [Note: stages] A stage of a pipeline holds tensors that others lack. Its processes first send their parts along the `pp`
 axis, and then every stage gathers them among its own processes: less is sent than if full tensors were.
@@ -104,7 +104,8 @@ class Gatherer:
         """Gather one tensor."""
         form = one.sent_as
         full = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-        if form.is_consecutive:
+        fits = form.num_parts == 1 or form.nbytes <= self.bucket_size // 4
+        if fits and form.is_consecutive:
             gathered = full.view(-1)
             self._gather(gathered, self._part(one, gathered), one, members)
             return full

@@ -16,7 +16,7 @@ from ..parallel.modules.unwrapping import extract_model_from_parallel, own_name
 from ..parallel.modules.wrapping import is_inside
 from ..parallel.pipeline.schedules import pipeline_of
 from ..precision.quantized import quantized_parameters, refuse_quantized
-from .forms import Held, held
+from .forms import Held, Rows, held
 from .gathering import Stages
 
 
@@ -61,7 +61,8 @@ class Source:
 
     def held(self) -> dict[str, Held]:
         """Return how this process holds each of its tensors."""
-        return {name: held(name, value) for name, value in self._values.items()}
+        rows: Rows = {}
+        return {name: held(name, value, rows) for name, value in self._values.items()}
 
     def tied(self) -> list[list[str]]:
         """Return the groups of names that share a tensor."""

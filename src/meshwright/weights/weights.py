@@ -194,13 +194,21 @@ class Weights:
             result, error = function(), None
         except Exception as found:  # whatever it is: the others wait for this process
             result, error = None, found
+        if not self._failed_anywhere(error is not None):
+            return cast(T, result)
         messages = self._from_all(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        failed = next((rank for rank, message in enumerate(messages) if message is not None), None)
-        if failed is not None:
-            raise RuntimeError(f"Rank {failed} cannot hand over its weights. {messages[failed]}")
-        return cast(T, result)
+        failed = next(rank for rank, message in enumerate(messages) if message is not None)
+        raise RuntimeError(f"Rank {failed} cannot hand over its weights. {messages[failed]}")
+
+    def _failed_anywhere(self, here: bool) -> bool:
+        """Tell whether any process says so: one small collective."""
+        if self._runtime.num_processes == 1:
+            return here
+        failures = torch.tensor([float(here)], device=self._runtime.device)
+        dist.all_reduce(failures)
+        return bool(failures.item())
 
     def _require_same(self, plan: _Plan) -> None:
         digests = self._from_all(_digest(plan))
