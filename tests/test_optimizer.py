@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import AcceleratedOptimizer, Accelerator, GradScalerKwargs, dispatch_model
 from meshwright.errors import UnsupportedSettingError
@@ -90,6 +92,31 @@ def test_a_closure_is_called_and_its_loss_returned() -> None:
 
     first = optimizer.step(closure)
     assert optimizer.step(closure) < first
+
+
+class ReadNumbers(TorchDispatchMode):
+    """Count how often the host reads a number of a tensor, for which it would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_fused_optimizer_steps_without_reading_the_loss_scale() -> None:
+    accelerator, model, optimizer = prepared(torch.optim.AdamW, fused=True)
+    for _ in range(2):
+        accelerator.backward(loss_of(model, make_data(4)[:]))
+        with ReadNumbers() as numbers:
+            optimizer.step()
+        assert numbers.count == 0
+        assert not optimizer.step_was_skipped
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("fused", [False, True])

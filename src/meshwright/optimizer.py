@@ -42,7 +42,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.gradient_state = GradientState()
         self.device_placement = device_placement
-        self._step_was_skipped = False
+        self._step_was_skipped: bool | Tensor = False
         self._stepped = False
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self.before_first_step: Callable[[Optimizer], None] | None = None
@@ -145,11 +145,15 @@ class AcceleratedOptimizer(Optimizer):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         # A fused optimizer decides inside its kernel, so only the scale shows it; others just do not step.
         decides_in_kernel = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        scale_before = scaler.get_scale() if decides_in_kernel else 0.0
+        scale_before = scaler._scale.clone() if decides_in_kernel and scaler._scale is not None else None
         self._stepped = False
         result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         scaler.update()
-        self._step_was_skipped = scaler.get_scale() < scale_before if decides_in_kernel else not self._stepped
+        # Read when somebody asks, because the host would wait for the device.
+        if scale_before is None or scaler._scale is None:
+            self._step_was_skipped = not self._stepped
+        else:
+            self._step_was_skipped = scaler._scale < scale_before
         return result
 
     def _on_step(self, *_: Any) -> None:
@@ -158,6 +162,8 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Return whether the last step was skipped because of an overflow."""
+        if isinstance(self._step_was_skipped, Tensor):
+            self._step_was_skipped = bool(self._step_was_skipped)
         return self._step_was_skipped or getattr(self.optimizer, "step_was_skipped", False)
 
     def wraps(self, optimizer: Any) -> bool:

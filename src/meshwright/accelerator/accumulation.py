@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data.loaders.elastic import ElasticLoader
 from ..parallel.base import Strategy
+from ..runtime.devices.device import number_on
 from ..runtime.loop.gradient_state import GradientState
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class AccumulationWindow:
         """
         if self._has_mean_loss:
             raise _mixed_window_error()
-        items = torch.as_tensor(num_items, device=device).detach()
+        items = number_on(device, num_items).detach()
         state = self.gradient_state
         if state.sync_gradients and self._items is None and self.counts_first:
             yield self._shares / self._total(items)
@@ -98,7 +99,7 @@ class AccumulationWindow:
         reference = self._agreed_reference(items)
         self._items = items if self._items is None else self._items + items
         self._items_came_at = self.step
-        yield torch.tensor(1 / reference, device=device)
+        yield number_on(device, 1 / reference)
         if state.sync_gradients:
             factor = self._shares * reference / self._total(self._items)
             self._items = None

@@ -483,6 +483,7 @@ class Checkpointer:
     def end(self) -> None:
         """Wait for a save in the background. The run has ended: its copies in memory are not needed any more."""
         self.wait()
+        self.staging.clear()
         if self.copies is not None:
             self.copies.end()
 

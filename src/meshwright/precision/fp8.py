@@ -201,9 +201,10 @@ def _fp8_linear() -> type[nn.Module]:
 
 @cache
 def _log_emulation(kind: str) -> None:
-    _log_on_main(
-        f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and multiplies in a wider format, which is slower."
-    )
+    if rank_of_this_process() == 0:
+        logger.warning(
+            f"This {kind} has no fp8 arithmetic: torchao rounds to fp8 and computes in a wider format, which is slower."
+        )
 
 
 def _log_on_main(text: str) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import transform_subclass
 
 from ..errors import UnsupportedSettingError
 from ..runtime.collectives.operations import mesh_of
+from ..runtime.devices.device import finest_reduced_float
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -158,10 +159,11 @@ def _attach(weight: Any, state: Any) -> None:
 
 def require_equal_scales(model: nn.Module, group: Any, device: torch.device) -> None:
     """Refuse a model whose scales differ between processes: each would see other weights. Collective."""
-    sums = {name: sum(scale.double().sum() for scale in _scales(param)) for name, param in _with_scales(model)}
+    finest = finest_reduced_float(device)
+    sums = {name: sum(scale.to(finest).sum() for scale in _scales(param)) for name, param in _with_scales(model)}
     if not sums:
         return
-    own = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums.values()])
+    own = torch.stack([torch.as_tensor(value, dtype=finest, device=device) for value in sums.values()])
     extremes = torch.cat([own, -own])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     most, least = extremes.chunk(2)

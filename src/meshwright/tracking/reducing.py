@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DistributedOperationException
 from ..runtime.collectives.operations import collective
-from ..runtime.devices.device import finest_float
+from ..runtime.devices.device import finest_reduced_float
 from ..runtime.group.runtime import Runtime
 from .values import is_number
 
@@ -35,7 +35,7 @@ def reduced(values: Mapping[str, Any], operation: str) -> dict[str, Any]:
     if not names:
         return dict(values)
     numbers = [torch.as_tensor(values[name]).detach().reshape(()) for name in names]
-    stacked = torch.stack([number.to(runtime.device, finest_float(runtime.device)) for number in numbers])
+    stacked = torch.stack([number.to(runtime.device, finest_reduced_float(runtime.device)) for number in numbers])
     dist.all_reduce(stacked, op=getattr(dist.ReduceOp, _OPERATIONS[operation]))
     if operation == "mean":
         stacked /= runtime.num_processes
@@ -49,7 +49,7 @@ def _is_one_number(value: Any) -> bool:
 def _require_same_names(names: list[str], runtime: Runtime) -> None:
     """Raise if the ranks have different names, compared by a checksum, so that no loss is added to an accuracy."""
     checksum = float(crc32("\n".join(names).encode()) >> 8)  # 24 bits, which float32 holds exactly
-    checksums = torch.tensor([checksum, -checksum], device=runtime.device)
+    checksums = torch.tensor([checksum, -checksum], device=runtime.device_of_numbers)
     dist.all_reduce(checksums, op=dist.ReduceOp.MAX)
     highest, lowest = checksums[0].item(), -checksums[1].item()
     if highest == lowest:

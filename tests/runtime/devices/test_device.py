@@ -6,10 +6,12 @@ import sys
 import warnings
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.runtime.devices import device
 from tests.recorded_machines import on_machine
@@ -124,3 +126,59 @@ def test_a_device_that_does_not_tell_its_free_memory_is_asked_for_its_size_with_
     assert device.free_memory(0) == 700
     del xpu.memory_reserved
     assert device.free_memory(0) is None
+
+
+def test_one_side_stream_serves_a_device_however_it_is_named_with_a_simulated_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "_side_streams", {})
+    monkeypatch.setattr(torch, "Stream", lambda where: SimpleNamespace(device=where))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    first = device.side_stream(torch.device("cuda"))
+    assert all(device.side_stream(torch.device("cuda")) is first for _ in range(40))
+    assert device.side_stream(torch.device("cuda", 0)) is first
+    assert device.side_stream(torch.device("cuda", 1)) is not first
+
+
+class Copies(TorchDispatchMode):
+    """Note the operations that copy from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            self.non_blocking.append(bool((kwargs or {}).get("non_blocking", False)))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_number_comes_to_a_device_without_a_wait_with_simulated_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_streams", lambda where: True)
+    with Copies() as copies:
+        for number in (3, 0.5, torch.tensor(3)):
+            assert device.number_on(torch.device("meta"), number).shape == ()
+    assert copies.non_blocking == [True], "only the tensor is copied"
+    assert device.number_on(torch.device("cpu"), 3).dtype == torch.int64
+    assert device.number_on(torch.device("cpu"), 0.5).dtype == torch.get_default_dtype()
+
+
+def test_large_pinned_memory_is_taken_as_asked_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    for chosen_by_user in ("", "max_split_size_mb:64", "pinned_max_round_threshold_mb:16"):
+        monkeypatch.setattr(
+            torch._C, "_accelerator_getAllocatorSettings", lambda chosen=chosen_by_user: chosen, raising=False
+        )
+        device._take_pinned_memory_as_asked.cache_clear()
+        device._take_pinned_memory_as_asked()
+    device._take_pinned_memory_as_asked.cache_clear()
+    assert given == ["pinned_max_round_threshold_mb:1"] * 2
+
+
+def test_sums_on_ascend_are_in_float32_with_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "finest_float", lambda where: torch.float64)
+    kinds = {kind: device.finest_reduced_float(SimpleNamespace(type=kind)) for kind in ("npu", "xpu", "cuda")}  # type: ignore[arg-type]
+    assert kinds == {"npu": torch.float32, "xpu": torch.float64, "cuda": torch.float64}

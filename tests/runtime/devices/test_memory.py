@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.runtime.devices.memory import (
     clear_device_cache,
@@ -28,6 +29,8 @@ def exhausted() -> RuntimeError:
         torch.OutOfMemoryError("anything"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc 10485760 bytes"),
         MemoryError(),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.runtime.devices import device, nvidia
 from meshwright.runtime.devices.hardware import check_cuda_p2p_ib_support, get_driver_version
@@ -49,6 +52,43 @@ def test_the_fault_is_of_old_drivers_with_rtx_40_of_recorded_machines(
     with on_machine("rtx_4090_old_driver", root=tmp_path):
         assert get_driver_version() == driver
         assert nvidia.p2p_fault() == (f"{model}, driver {driver}" if fault else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chosen", "expected"),
+    [
+        ("rtx_4090_old_driver", "cuda", {}, ("1", "1")),
+        ("rtx_4090_old_driver", "cuda", {"NCCL_P2P_DISABLE": "0"}, ("0", "1")),
+        ("rtx_4090_old_driver", "cpu", {}, (None, None)),
+        ("hgx_h100", "cuda", {}, (None, None)),
+    ],
+)
+def test_a_process_that_joins_a_group_avoids_the_fault_of_recorded_machines(
+    name: str, kind: str, chosen: dict[str, str], expected: tuple[str | None, str | None]
+) -> None:
+    with on_machine(name), pytest.MonkeyPatch.context() as patch:
+        for variable in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            patch.setenv(variable, "")
+            patch.delenv(variable)  # so that it is gone again afterwards
+        for variable, value in chosen.items():
+            patch.setenv(variable, value)
+        device.prepare_collectives(torch.device(kind))
+        assert (os.environ.get("NCCL_P2P_DISABLE"), os.environ.get("NCCL_IB_DISABLE")) == expected
+
+
+@pytest.mark.parametrize(("chosen", "expected", "warns"), [(None, "0", False), ("2", "2", False), ("3", "0", True)])
+def test_nccl_is_told_not_to_end_a_process_that_survives(chosen: str | None, expected: str, warns: bool) -> None:
+    names = ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "USE_COMM_NONBLOCKING", "NONBLOCKING_TIMEOUT")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*names, "WAIT_TIMEOUT_DUMP_MILSEC"):
+            patch.setenv(f"TORCH_NCCL_{name}", "")
+            patch.delenv(f"TORCH_NCCL_{name}")
+        patch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+        if chosen is not None:
+            patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", chosen)
+        with pytest.warns(UserWarning, match="--survive sets it to 0") if warns else nullcontext():
+            device.prepare_to_survive()
+        assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == [expected, "0", "1", "7"]
 
 
 def test_one_gpu_has_no_peer_of_recorded_machines() -> None:

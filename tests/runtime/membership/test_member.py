@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime.membership.events import PREFIX
-from meshwright.runtime.membership.member import Member
+from meshwright.runtime.membership.member import Member, MembershipChanged
 
 
 @pytest.fixture
@@ -71,6 +72,45 @@ def test_a_collective_that_completes_just_after_a_look_has_not_failed(member: Me
     work = LateWork()
     member.wait(work)
     assert work.waits == 2
+
+
+class WorkOfNCCL:
+    """A collective by NCCL's rules: `wait` enqueues; with a timeout, which counts from the start, it may abort."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.monotonic()
+        self.seconds = seconds
+        self.is_aborted = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while timeout is not None and not self.is_completed():
+            if time.monotonic() - self.began >= timeout.total_seconds():
+                self.is_aborted = True
+            time.sleep(0.001)
+        if self.is_aborted:
+            raise dist.DistBackendError("the communicator was aborted")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_aborted or time.monotonic() - self.began >= self.seconds
+
+
+def test_a_collective_of_simulated_nccl_is_not_aborted_by_waiting_for_it(member: Member) -> None:
+    member.device = torch.device("meta")
+    work = WorkOfNCCL(seconds=0.5)
+    member.wait(work)
+    assert not work.is_aborted
+    assert time.monotonic() - work.began >= 0.5, "it has completed, and was not only enqueued"
+
+
+def test_a_loss_releases_a_thread_that_waits_inside_a_simulated_device(member: Member) -> None:
+    member.device = torch.device("meta")
+    released = threading.Event()
+    member.release = released.set
+    member.events.publish_next(1, "left", [1], "it was killed")
+    assert released.wait(30), "by the thread that follows the events"
+    with pytest.raises(MembershipChanged, match="aborted"):
+        member.wait(WorkOfNCCL(seconds=0.0))  # what it left is no result
 
 
 def test_a_collective_that_failed_raises_its_own_error(member: Member) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, OTHER, STEP, PhaseClock
+from meshwright.watch.stragglers import device_clock
 from meshwright.watch.stragglers.device_clock import DeviceClock, clock_for
 from tests.simulated_accelerator import on_a_simulated_accelerator, set_delays
 
@@ -70,6 +73,64 @@ def test_events_are_used_again_on_a_simulated_accelerator() -> None:
         assert len(run_steps(clock)) > 0
         clock.rows.clear()
     assert len(clock._free) <= 6 * (STEPS + 2), "not more than one round needs"
+
+
+def in_a_thread(call: Any) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+class SimulatedEvent:
+    """An event that notes which threads ask for it, and whether it was recorded during a capture."""
+
+    askers: ClassVar[set[int]] = set()
+    is_capturing: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        assert not SimulatedEvent.is_capturing, "it must never be asked for"
+
+    def query(self) -> bool:
+        assert not SimulatedEvent.is_capturing, "which invalidates the capture"
+        self.askers.add(threading.get_ident())
+        return True
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def clock_of_simulated_events(monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
+    monkeypatch.setattr(DeviceClock, "_record", lambda clock: SimulatedEvent())
+    monkeypatch.setattr(device_clock, "is_capturing", lambda device: SimulatedEvent.is_capturing)
+    SimulatedEvent.askers.clear()
+    return DeviceClock(torch.device("cpu"))
+
+
+def test_only_the_training_thread_asks_for_simulated_events(clock_of_simulated_events: DeviceClock) -> None:
+    clock = clock_of_simulated_events
+    for _ in range(4):
+        clock._request_batch(DATA)
+        clock.enter(FORWARD)
+        clock.optimizer_stepped()
+        in_a_thread(clock.collect)
+    assert SimulatedEvent.askers == {threading.get_ident()}
+    assert len(clock.collect()) == 3
+
+
+def test_a_step_with_a_captured_part_is_measured_by_simulated_events(
+    clock_of_simulated_events: DeviceClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = clock_of_simulated_events
+    for _ in range(4):
+        clock._request_batch(DATA)
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedEvent, "is_capturing", True)
+            clock.enter(FORWARD)
+            clock.enter(BACKWARD)
+            clock.enter(STEP)
+        clock.optimizer_stepped()
+    assert len(clock.collect()) == 3
 
 
 def test_a_cpu_is_measured_by_the_host() -> None:

@@ -50,7 +50,7 @@ class Staging:
             source = local(tensor.detach())
             buffer = old[len(new)] if len(new) < len(old) else None
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=devices.has_streams(source.device))
+                buffer = _buffer_for(source)
             new.append(buffer)
             sources.append(source)
             copies[key] = dtensor_like(tensor, buffer)
@@ -85,5 +85,11 @@ class Staging:
             self._copied.pop().synchronize()
 
     def clear(self) -> None:
-        """Free the buffers."""
+        """Free the buffers, and give their memory back."""
         self._buffers.clear()
+        devices.release_pinned_memory()
+
+
+def _buffer_for(source: Tensor) -> Tensor:
+    like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    return devices.pinned_empty(like) if devices.has_streams(source.device) else torch.empty_like(like, device="cpu")

@@ -245,7 +245,7 @@ class DataLoaderDispatcher(PreparedLoader):
             dist.broadcast_object_list([self._layout], src=0)
         flat = [leaves(part) for part in parts]
         for tensors in zip(*flat, strict=True):
-            staged = [tensor.to(self._comm_device).contiguous() for tensor in tensors]
+            staged = [tensor.to(self._comm_device, non_blocking=True).contiguous() for tensor in tensors]
             dist.scatter(sendable(torch.empty_like(staged[0])), [sendable(tensor) for tensor in staged], src=0)
             self.bytes_scattered += sum(tensor.nbytes for tensor in staged[1:])
         return parts[0]
@@ -309,7 +309,9 @@ class DataLoaderDispatcher(PreparedLoader):
         seed = getattr(self._sampler, "seed", None)
         counted = [-1] * self.num_processes if counts is None else counts
         numbers = [-1 if seed is None else seed, kind, is_last, changed, *counted]
-        header = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._comm_device)
+        header = torch.tensor(
+            [int(number) for number in numbers], dtype=torch.int64, device=self._runtime.device_of_numbers
+        )
         dist.broadcast(header, src=0)
         seed, *fields = header.tolist()
         if isinstance(self._sampler, SynchronizedRandomSampler):

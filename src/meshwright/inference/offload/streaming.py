@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.formats.saving import storage_key
-from ...runtime.devices.device import allocatable_memory, has_streams, is_cpu, pinned
+from ...runtime.devices.device import allocatable_memory, has_streams, is_cpu, pinned, side_stream
 from ...runtime.streams.mapping import prefetch_pages, release_pages
 from ...runtime.streams.read_ahead import ReadAhead
 
@@ -95,7 +95,6 @@ class WeightStream:
     def __init__(self, source: Any) -> None:
         self.source = source
         self._ahead: ReadAhead[Layer, Loaded] = ReadAhead(discard=Layer.release)
-        self._copying: torch.Stream | None = None
         self._largest = 0
 
     @classmethod
@@ -133,11 +132,10 @@ class WeightStream:
         self._largest = max(self._largest, _num_bytes_on_host(weights))
         if not on_host or room < 2 * self._largest:  # one for the layer, and one for what the layer before it computes
             return Loaded(weights, device)
-        if self._copying is None or self._copying.device != device:
-            self._copying = torch.Stream(device)
-        with self._copying:
+        copying = side_stream(device)
+        with copying:
             copies = {each: weight.detach().to(device, non_blocking=True) for each, weight in on_host.items()}
-        copied = self._copying.record_event()
+        copied = copying.record_event()
         return Loaded({name: copies.get(id(weight), weight) for name, weight in weights.items()}, device, copied)
 
     def __deepcopy__(self, memo: Any) -> WeightStream:

@@ -29,6 +29,7 @@ from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...errors import UnsupportedSettingError
 from ...program import program_name
 from ...runtime.collectives.operations import sendable
+from ...runtime.devices.device import finest_reduced_float
 from ...runtime.group.mesh import Mesh
 from ...runtime.group.runtime import Runtime
 from ...runtime.membership.member import SECONDS_TO_BE_KILLED, Member, MembershipChanged
@@ -154,7 +155,7 @@ class SurvivingShards(SurvivingReplicas, MeshParallel):
 
     def _sum_inside(self, *numbers: float) -> list[float]:
         """Sum numbers over the processes of this replica."""
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.runtime.device)
+        total = torch.tensor(numbers, dtype=finest_reduced_float(self.runtime.device), device=self.runtime.device)
         try:
             dist.all_reduce(total, group=self._groups.inside)
             return total.tolist()

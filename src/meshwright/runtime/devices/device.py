@@ -47,6 +47,8 @@ _PCI_VENDORS = {
     "xpu": "0x8086",
 }
 _AMD = "0x1002"
+_ROUNDING_OF_PINNED = "pinned_max_round_threshold_mb"
+_REDUCE_NO_FLOAT64 = frozenset({"npu"})  # HCCL, but on the newest of its devices within a machine
 
 # [Note: a device for each process]
 # Local rank r takes device r. Slurm (--gpus-per-task) and many wrapper scripts restrict each process to devices of its
@@ -55,6 +57,21 @@ _AMD = "0x1002"
 # and says so, or if it sees one device and a variable restricts it to that one; then it takes device 0. (A variable
 # that is the same for all processes makes them share a device, which NCCL refuses at the first collective.) Otherwise
 # it is an error. Google's torch_tpu binds each process to a chip before torch is asked, and no process can change that.
+
+
+# [Note: surviving]
+# NCCL's watchdog takes the process down after the loss of another one, unless it is told not to. It reads that when a
+# group is opened. It also asks for a dump, after which the process ends in any mode, and sleeps four times as long as
+# dumps may take, while the end of the group waits for it. An abort during a call is documented for non-blocking
+# communicators only, and nothing else bounds the time that connecting takes.
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_SURVIVING = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
+}
 
 
 def accelerator_type() -> str | None:
@@ -184,6 +201,39 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps", "meta", "xla")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread captures a graph on the current stream of a device."""
+    asks = getattr(device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
+
+
+def number_on(device: torch.device, number: float | torch.Tensor) -> torch.Tensor:
+    """Return a number as a tensor of a device, which the host does not wait for.
+
+    A number of the host would be copied from memory that is not pinned. XLA takes it as data: a constant would be
+    compiled again for each value.
+    """
+    if isinstance(number, torch.Tensor):
+        return number.to(device, non_blocking=not (is_cpu(number.device) and number.is_pinned()))  # it may be changed
+    if has_streams(device):
+        return torch.full((), number, device=device)
+    return torch.as_tensor(number, device=device)
+
+
+_side_streams: dict[tuple[str, int], torch.Stream] = {}
+
+
+def side_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of a device for copies beside its computation: one per process.
+
+    Torch has 32 of them per device, which all libraries share, and freed memory is reused by its own stream only.
+    """
+    place = device.type, torch.accelerator.current_device_index() if device.index is None else device.index
+    if place not in _side_streams:
+        _side_streams[place] = torch.Stream(torch.device(*place))
+    return _side_streams[place]
+
+
 def moves_in_place(device: torch.device) -> bool:
     """Return whether a tensor of the host can become one of the device by `tensor.data = ...`.
 
@@ -213,6 +263,11 @@ def finest_float(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def finest_reduced_float(device: torch.device) -> torch.dtype:
+    """Return the most precise floating-point dtype that collectives sum on a device."""
+    return torch.float32 if device.type in _REDUCE_NO_FLOAT64 else finest_float(device)
+
+
 def distributed_type_of(device: torch.device) -> DistributedType:
     """Return the published name of data parallelism on this kind of device."""
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
@@ -238,6 +293,23 @@ def default_timeout(backend: str) -> timedelta | None:
         return None
     timeout: timedelta | None = getattr(dist.distributed_c10d, "default_pg_nccl_timeout", None)
     return timeout
+
+
+def prepare_collectives(device: torch.device) -> None:
+    """Set what NCCL must know of this machine before its first communicator, where the launcher has not."""
+    names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if environment.read(name) is None]
+    fault = nvidia.p2p_fault() if names and not is_cpu(device) else None
+    if fault is not None:
+        environment.export(dict.fromkeys(names, "1"))
+
+
+def prepare_to_survive() -> None:
+    """Set what backends must know before the first group of a run whose members are lost. See [Note: surviving]."""
+    mode = environment.read(_ERROR_HANDLING)
+    if mode not in (None, "0", "2"):
+        warn(f"{_ERROR_HANDLING}={mode} lets NCCL end processes when another one is lost: --survive sets it to 0.")
+    chosen = {name: value for name, value in _SURVIVING.items() if environment.read(name) is None}
+    environment.export(chosen | ({} if mode == "2" else {_ERROR_HANDLING: "0"}))
 
 
 def _default_backend(device: torch.device) -> str:
@@ -294,10 +366,37 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
+        release_pinned_memory()
         # torch.accelerator.empty_cache() raises where a device type has its own kind of allocator (MPS, NPU).
         empty_cache = getattr(device_module(default_device()), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
+
+
+def release_pinned_memory() -> None:
+    """Give pinned memory that nobody uses back to the system: torch keeps it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.accelerator.is_available():
+        with suppress(RuntimeError, NotImplementedError):  # a device without an allocator of pinned memory
+            empty()
+
+
+@functools.cache
+def _take_pinned_memory_as_asked() -> None:
+    """Let torch not round large requests for pinned memory up to a power of two, unless the user has chosen.
+
+    It is a setting of the process since torch 2.13; before, up to twice of what is asked for is taken.
+    """
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _ROUNDING_OF_PINNED)()
+    if _ROUNDING_OF_PINNED not in settings:
+        with suppress(RuntimeError, ValueError):  # an older torch does not know it
+            torch._C._accelerator_setAllocatorSettings(f"{_ROUNDING_OF_PINNED}:1")
+
+
+def pinned_empty(like: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the host in pinned memory, of the shape, strides and dtype of another one."""
+    _take_pinned_memory_as_asked()
+    return torch.empty_like(like, device="cpu", pin_memory=True)
 
 
 def free_memory(index: int) -> int | None:
@@ -353,6 +452,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a host tensor in pinned memory, or the tensor itself where pinning is not supported."""
     if tensor.numel() == 0:
         return tensor
+    _take_pinned_memory_as_asked()
     try:
         return tensor.pin_memory()
     except (RuntimeError, NotImplementedError):

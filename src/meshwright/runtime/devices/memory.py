@@ -25,6 +25,8 @@ _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",  # torch's CPU allocator
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error for a convolution too large for the free memory
+    "CUBLAS_STATUS_ALLOC_FAILED",  # cuBLAS's for the workspace of its handle
+    "Failed to CUDA calloc",  # NCCL's for the buffers of a communicator, in a DistBackendError
 )
 
 

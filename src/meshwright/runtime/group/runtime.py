@@ -16,13 +16,14 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from ...config.enums import DistributedType
 from ...config.environment import export, read, read_setting
 from ...config.meshes import clear_mesh_caches
 from ...config.plugins.handlers import InitProcessGroupKwargs
-from ...errors import RuntimeConflictError, StuckError
+from ...errors import RuntimeConflictError, StuckError, UnsupportedSettingError
 from ...errors.callers import warn
 from .. import phases
 from ..devices import device as devices, xla
@@ -30,6 +31,7 @@ from ..devices.affinity import set_numa_affinity
 from ..membership.member import Agreement, HeartbeatMonitor, Member, MembershipChanged
 from ..phases import WAITING, during
 from ..process import ProcessInfo
+from . import aborting
 from .forks import freeze_inherited_objects
 from .network import interface_towards, is_loopback
 from .replica import ReplicaGroups
@@ -120,7 +122,8 @@ class Runtime:
         if self.num_processes > 1 or devices.is_xla(self.device):
             self.distributed_type = devices.distributed_type_of(self.device)
         self.replica_groups: ReplicaGroups | None = None  # where a replica has several processes
-        self.member = Member.from_environment(self.process_index, self.num_processes)
+        on_streams = self.device if devices.has_streams(self.device) else None
+        self.member = Member.from_environment(self.process_index, self.num_processes, on_streams)
         if self.member is not None:
             self._become_member(self.member)
         elif self.num_processes > 1:
@@ -195,6 +198,7 @@ class Runtime:
 
     def _join_group(self, handler: InitProcessGroupKwargs) -> None:
         freeze_inherited_objects()
+        devices.prepare_collectives(self.device)
         if not dist.is_initialized():
             options: dict[str, Any] = {}
             backend = devices.collective_backend(self.device, handler.backend)
@@ -229,6 +233,9 @@ class Runtime:
     def _become_member(self, member: Member) -> None:
         """Form the first group of a run whose replicas come and go; a replacement is alone until it joins one."""
         self.backend = devices.collective_backend(self.device, self.init_handler.backend)
+        devices.prepare_collectives(self.device)
+        if member.device is not None:
+            devices.prepare_to_survive()
         self._choose_interface(None)
         atexit.register(self._leave_at_exit)
         if member.has_joined:
@@ -273,11 +280,28 @@ class Runtime:
     def leave_members(self, *, is_pending: bool) -> None:
         """Leave the group of the members. With `is_pending` a collective still waits in it, and it is never freed."""
         if dist.is_initialized():
+            assert self.member is not None
+            self.member.release = None
+            self._abort_groups()
             if self.replica_groups is not None:
                 self.replica_groups.take_out()
             if is_pending:
                 Runtime._closed += list(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
+
+    def _abort_groups(self) -> None:
+        """End the collectives of all groups on devices but that inside of the replica, which stays."""
+        inside = None if self.replica_groups is None else self.replica_groups.inside
+        aborting.abort(group for group in aborting.open_groups() if group is not inside)
+
+    def _require_aborts(self) -> None:
+        """Refuse a backend whose collectives wait for ever for a member that was lost."""
+        if not aborting.can_abort(dist.group.WORLD):
+            raise UnsupportedSettingError(
+                f"--survive on {self.device.type} with the backend {self.backend}",
+                "its collectives cannot be aborted together, so they would wait for ever for a replica that is lost.",
+                "Use --max_restarts with checkpoints or --memory_copies_every there.",
+            )
 
     def form_group(self, status: Any) -> Agreement:
         """Agree with the other members on who is there, and open the process group of all of them."""
@@ -297,6 +321,9 @@ class Runtime:
                 self.member.learn_of_loss()
                 self.leave_members(is_pending=True)
                 continue
+            if self.member.device is not None:
+                self._require_aborts()
+                self.member.release = self._abort_groups
             return agreement
 
     def _choose_interface(self, rendezvous: str | None) -> None:
@@ -378,12 +405,26 @@ class Runtime:
             self.run_collective(self._barrier, carries_data=False)
 
     def _barrier(self) -> None:
+        """Wait for what this device was asked for, then for the others: their devices have done it too."""
         if self.num_processes > 1:
+            if self.member is not None:
+                self.member.wait_for_device()
+            elif devices.has_streams(self.device):
+                torch.accelerator.current_stream(self.device).synchronize()
             dist.barrier()
 
     def run_collective(self, collective: Callable[[], T], **facts: Any) -> T:
         """Run a collective of all processes; where members come and go, by `Recovery.run_collective`."""
         return collective() if self.recovery is None else self.recovery.run_collective(collective, **facts)
+
+    @property
+    def device_of_numbers(self) -> torch.device:
+        """The device of small results that the host reads at once.
+
+        It is the host where the process group can carry them there, so that nobody waits for an accelerator.
+        """
+        has_host_backend = dist.is_initialized() and devices.CPU in dist.group.WORLD._device_types  # type: ignore[union-attr]
+        return devices.CPU if has_host_backend else self.device
 
     def store(self, name: str) -> Any:
         """Return the store of the process group, with a prefix of its own."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ...config.environment import INCARNATION, MEMBERSHIP_STORE, read
@@ -39,6 +40,7 @@ SECONDS_TO_BE_KILLED = 30.0
 """How long a member that was expelled waits for its launcher to end it."""
 _HEARTBEATS = "heartbeat"  # the counters of members in the store
 _FOREVER = timedelta(days=30).total_seconds()
+_SECONDS_BETWEEN_QUERIES = 0.0005
 _wait_inside_torch = dist.Work.wait
 
 # [Note: membership]
@@ -59,6 +61,13 @@ _wait_inside_torch = dist.Work.wait
 # objects, or a script's) wait without end inside the library, and gloo's abort() does not free them. Within
 # `interrupting_collectives` they wait as members do: the wait of every collective is replaced. It is used around
 # collectives whose result is needed at once, so that it costs no overlap on backends that wait in a stream.
+#
+# [Note: leaving a collective of a device]
+# There, `wait(timeout)` is no slice: the time counts from the start of the collective, and afterwards the communicator
+# is aborted. So members ask whether it has completed. A collective that is not asynchronous gives nothing to ask; the
+# host meets it where it next waits for the device, and nothing in that thread ends this wait. The thread that follows
+# the events therefore aborts the groups as soon as it hears of a loss, and looks at the heartbeats while the other one
+# is in such a block. What an aborted collective leaves is no result: everything that was completed by then raises.
 
 
 class MembershipChanged(RuntimeError):
@@ -80,8 +89,14 @@ class Agreement:
 class Member:
     """Represent this process among the replicas of the run; see [Note: membership]."""
 
-    def __init__(self, address: str, rank: int, replicas: int, incarnation: int) -> None:
+    def __init__(
+        self, address: str, rank: int, replicas: int, incarnation: int, device: torch.device | None = None
+    ) -> None:
         self.address = address
+        self.device = device
+        """The device of this process if it has streams, where collectives complete later; else None."""
+        self.release: Callable[[], None] | None = None
+        """What ends the waits for members that were lost: it aborts the groups of this epoch on devices."""
         self.rank = rank
         """The nominal rank, which a replacement inherits."""
         self.replicas = replicas
@@ -101,6 +116,8 @@ class Member:
         self._heard = 0  # the number of the newest event that this process has taken note of
         self._asked_for_requests = 0.0
         self._newest_loss = 0  # the number of the newest event that ends a process group
+        self._released = -1  # the epoch whose groups were aborted
+        self._is_in_block = False
         self._lost: dict[int, int] = {}  # the number of the newest event by which a rank left
         self._is_closed = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="membership", daemon=True)
@@ -108,10 +125,10 @@ class Member:
         atexit.register(self.close)
 
     @classmethod
-    def from_environment(cls, rank: int, replicas: int) -> Member | None:
+    def from_environment(cls, rank: int, replicas: int, device: torch.device | None = None) -> Member | None:
         """Return the member that the launcher started; None without `--survive`."""
         address = read(MEMBERSHIP_STORE)
-        return None if address is None else cls(address, rank, replicas, int(read(INCARNATION) or 0))
+        return None if address is None else cls(address, rank, replicas, int(read(INCARNATION) or 0), device)
 
     def connect(self) -> Any:
         """Return another connection to the launcher's store, for another thread."""
@@ -156,13 +173,36 @@ class Member:
         try:
             events = Events(self.connect(), self.replicas)
             heartbeats, sent = Heartbeats(events.store, _HEARTBEATS, ()), now()
+            monitor: HeartbeatMonitor | None = None
             while not self._is_closed.wait(pause(SECONDS_BETWEEN_LOOKS, self.replicas)):
                 if now() - sent >= SECONDS_BETWEEN_HEARTBEATS:
                     sent = now()
                     heartbeats.send(self.rank)
                 self._read_events(events)
+                monitor = self._look_from_thread(monitor, events)
+                self._release_waits()
         except RuntimeError:  # the launcher is gone
             return
+
+    def _look_from_thread(self, monitor: HeartbeatMonitor | None, events: Events) -> HeartbeatMonitor | None:
+        """Look at the others for a thread that may wait inside of a device."""
+        if self.device is None or not self._is_in_block:
+            return None
+        if monitor is None:
+            return HeartbeatMonitor(self, self.members, events)
+        monitor.look()
+        return monitor
+
+    def _release_waits(self) -> None:
+        """End the waits for a member that was lost, once per epoch."""
+        release, epoch = self.release, self.epoch  # in this order: a group of the next epoch has nothing to do with it
+        if release is None or self._newest_loss <= epoch or self._released == epoch:
+            return
+        self._released = epoch
+        try:
+            release()
+        except RuntimeError as error:  # the thread that leaves the groups tries again
+            logger.debug("Rank %d could not abort its groups: %s", self.rank, error)
 
     def _read_events(self, events: Events) -> None:
         """Take note of new events; `events` is that of the calling thread."""
@@ -201,14 +241,33 @@ class Member:
         finally:
             self.waiting_since = None
 
+    def wait_for_device(self) -> None:
+        """Wait until the device has done what it was asked for, as `wait` does for a collective."""
+        if self.device is not None:
+            self.wait(_Enqueued(self.device))
+
     def _has_completed(self, work: Any) -> bool:
         """Wait for a moment; return whether a collective has completed, or raise its error."""
+        if self.device is not None:
+            return self._has_completed_on_device(work)
         try:
             work.wait(timedelta(seconds=SECONDS_BETWEEN_LOOKS))
         except RuntimeError:
             if not work.is_completed():
                 return False
             work.wait()  # raises its error; there is none if it has completed since the look
+        return True
+
+    def _has_completed_on_device(self, work: Any) -> bool:
+        """Do the same for a device; see [Note: leaving a collective of a device]."""
+        until = now() + SECONDS_BETWEEN_LOOKS
+        while not work.is_completed():
+            if now() > until:
+                return False
+            time.sleep(_SECONDS_BETWEEN_QUERIES)
+        _wait_inside_torch(work) if isinstance(work, dist.Work) else work.wait()  # raises its error
+        if self._released == self.epoch:
+            raise MembershipChanged(f"Rank {self.rank}: a member was lost, and the collective was aborted.")
         return True
 
     @contextmanager
@@ -222,9 +281,12 @@ class Member:
             return True
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+        self._is_in_block = True
         try:
             yield
+            self.wait_for_device()
         finally:
+            self._is_in_block = False
             dist.Work.wait = _wait_inside_torch  # type: ignore[method-assign]
 
     def require_all(self) -> None:
@@ -382,10 +444,12 @@ class Member:
 class HeartbeatMonitor:
     """What a member that waits has seen of the others; see [Note: silent members]."""
 
-    def __init__(self, member: Member, others: Sequence[int]) -> None:
+    def __init__(self, member: Member, others: Sequence[int], events: Events | None = None) -> None:
+        """Watch members; `events` are those of the calling thread."""
         self._member = member
+        self._events = member.events if events is None else events
         watched = watched_members(member.rank, others)
-        self._heartbeats = Heartbeats(member.store, _HEARTBEATS, watched)
+        self._heartbeats = Heartbeats(self._events.store, _HEARTBEATS, watched)
         self._pause = pause(SECONDS_BETWEEN_HEARTBEATS, len(others) * len(watched), REQUESTS_PER_SECOND_OF_WAITERS)
         self._looked = now()
 
@@ -397,10 +461,26 @@ class HeartbeatMonitor:
         member, silent = self._member, self._heartbeats.silent()
         if not silent or member.rank in silent:
             return
-        present = member.events.members(member.events.newest())  # another member may have seen it before
+        events = self._events
+        present = events.members(events.newest())  # another member may have seen it before
         if silent := [rank for rank in silent if rank in present]:
             reason = f"no heartbeat for {SECONDS_WITHOUT_HEARTBEAT:.0f} s"
-            member.events.publish_next(member.events.newest() + 1, "left", member.whole_replicas(silent), reason)
+            events.publish_next(events.newest() + 1, "left", member.whole_replicas(silent), reason)
+
+
+class _Enqueued:
+    """What the device was asked for until now, as a collective that is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Do nothing: it raises no error of its own."""
 
 
 def _replicas(ranks: Sequence[int]) -> str:

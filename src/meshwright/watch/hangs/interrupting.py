@@ -13,10 +13,9 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from ...config.environment import read
 from ...errors import StuckError
+from ...runtime.group import aborting
 
 SECONDS_TO_RAISE = 3.5
 """A thread that has not returned to Python by then is in a native call that nothing can interrupt."""
@@ -72,7 +71,8 @@ class Interrupter:
         while time.monotonic() < deadline:
             if self._report_once.locked() or not self._thread.is_alive():
                 return
-            _abort_groups()
+            with suppress(Exception):  # a backend without it: the exit of other ranks ends the wait
+                aborting.abort(aborting.open_groups())
             time.sleep(0.1)
         self.is_exiting = self._report_once.acquire(blocking=False)
         if self.is_exiting:
@@ -144,11 +144,3 @@ def _traceback(innermost: FrameType | None) -> TracebackType | None:
         trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
     return trace
-
-
-def _abort_groups() -> None:
-    if dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_map):
-            with suppress(Exception):  # a backend without it: the exit of other ranks ends the wait
-                if dist.get_backend(group) != "gloo":  # which cannot, and may block the caller
-                    group.abort()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....errors import UnsupportedSettingError
-from ....runtime.devices.device import has_streams
+from ....runtime.devices.device import has_streams, pinned_empty
 
 
 def offload_activations(model: nn.Module, *, min_bytes: int = 1 << 20) -> nn.Module:
@@ -68,7 +68,7 @@ class _Kept:
         self.device = tensor.device
         leaving = _leaving_stream(tensor.device)
         leaving.wait_stream(torch.accelerator.current_stream(tensor.device))
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.host = pinned_empty(tensor)
         with leaving:
             self.host.copy_(tensor, non_blocking=True)
         tensor.record_stream(leaving)
