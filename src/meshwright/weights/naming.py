@@ -85,10 +85,10 @@ def units_of(model: nn.Module, names: Sequence[str]) -> list[Unit]:
 
 def _as_made(module: nn.Module) -> nn.Module:
     """Return a view of a model with the classes that `fully_shard` has replaced, by which transformers finds names."""
-    kind = type(module)
+    kind: Any = type(module)
     if fsdp_modules(module)[:1] == [module]:
         kind = kind.__bases__[-1]
-    view = kind.__new__(kind)
+    view: nn.Module = kind.__new__(kind)
     view.__dict__.update(vars(module))
     view.__dict__["_modules"] = {
         name: child if child is None else _as_made(child) for name, child in module._modules.items()
