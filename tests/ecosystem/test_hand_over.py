@@ -55,7 +55,7 @@ ADAPTERS = (
 @pytest.mark.parametrize(
     ("world_size", "families"),
     cases(
-        gate=[(2, "llama,qwen3_moe"), (4, "qwen3_moe")],
+        gate=[(2, "gpt_neox"), (2, "qwen3_moe"), (4, "qwen3_moe")],
         nightly=[(size, family) for size in MESHES for family in FAMILIES],
     ),
 )

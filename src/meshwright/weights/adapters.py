@@ -135,43 +135,45 @@ def _saved_module(path: str, module: Any, present: set[str]) -> dict[str, Recipe
 def _merged_layer(path: str, layer: Any, present: set[str]) -> dict[str, Recipe]:
     """Return the tensors of a layer with its active adapters."""
     base = layer.get_base_layer()
-    is_embedding = isinstance(base, nn.Embedding)
-    if not is_embedding and not isinstance(base, nn.Linear) and type(base).__name__ != "Conv1D":
+    if not isinstance(base, (nn.Embedding, nn.Linear)) and type(base).__name__ != "Conv1D":
         _refuse(path, layer, f"adapters of a {type(base).__name__} are not merged while weights are handed over.")
     if layer.disable_adapters:
         _refuse(path, layer, "its adapters are turned off, and a merged model would have them.")
-    adapters = [name for name in layer.active_adapters if name in layer.scaling and name not in layer.merged_adapters]
     weights, biases = [f"{path}.base_layer.weight"], [f"{path}.base_layer.bias"]
     merges: list[Merge] = []
     merges_of_bias: list[Merge] = []
-    for name in adapters:
-        if is_embedding:
-            parts = [f"{path}.lora_embedding_A.{name}", f"{path}.lora_embedding_B.{name}"]
-        else:
-            parts = [f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"]
-        if parts[0] not in present:
-            continue  # it does not adapt this layer
-        magnitude = f"{path}.lora_magnitude_vector.{name}.weight"
-        has_magnitude = magnitude in present
-        variant = getattr(layer, "lora_variant", {}).get(name)
-        if variant is not None and not (has_magnitude and type(variant).__name__.startswith("Dora")):
-            _refuse(path, layer, f"its variant {type(variant).__name__} is not merged while weights are handed over.")
-        merges.append(
-            Merge(
-                float(layer.scaling[name]),
-                "embedding" if is_embedding else "linear",
-                bool(getattr(layer, "fan_in_fan_out", False)),
-                has_magnitude,
-            )
-        )
-        weights += [*parts, magnitude] if has_magnitude else parts
+    for name in layer.active_adapters:
+        if name not in layer.scaling or name in layer.merged_adapters:
+            continue
+        parts, merge = _merge(path, layer, name, present, is_embedding=isinstance(base, nn.Embedding))
+        if parts[0] in present:  # else it does not adapt this layer
+            weights += parts
+            merges.append(merge)
         if f"{path}.lora_B.{name}.bias" in present:
-            merges_of_bias.append(Merge(float(layer.scaling[name]), "bias"))
+            merges_of_bias.append(Merge(merge.scaling, "bias"))
             biases.append(f"{path}.lora_B.{name}.bias")
-    made = {f"{path}.weight": Recipe(tuple(weights), tuple(merges))}
-    if biases[0] in present:
-        made[f"{path}.bias"] = Recipe(tuple(biases), tuple(merges_of_bias))
+    made = {
+        f"{path}.weight": Recipe(tuple(weights), tuple(merges)),
+        f"{path}.bias": Recipe(tuple(biases), tuple(merges_of_bias)),
+    }
     return {name: recipe for name, recipe in made.items() if recipe.inputs[0] in present}
+
+
+def _merge(path: str, layer: Any, name: str, present: set[str], *, is_embedding: bool) -> tuple[list[str], Merge]:
+    """Return what one adapter adds to the weight of a layer, and the names of its tensors."""
+    if is_embedding:
+        parts = [f"{path}.lora_embedding_A.{name}", f"{path}.lora_embedding_B.{name}"]
+    else:
+        parts = [f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"]
+    magnitude = f"{path}.lora_magnitude_vector.{name}.weight"
+    has_magnitude = magnitude in present
+    variant = getattr(layer, "lora_variant", {}).get(name)
+    if variant is not None and not (has_magnitude and type(variant).__name__.startswith("Dora")):
+        _refuse(path, layer, f"its variant {type(variant).__name__} is not merged while weights are handed over.")
+    kind = "embedding" if is_embedding else "linear"
+    transposes = bool(getattr(layer, "fan_in_fan_out", False))
+    merge = Merge(float(layer.scaling[name]), kind, transposes, has_magnitude)
+    return [*parts, magnitude] if has_magnitude else parts, merge
 
 
 def adapter_recipes(model: nn.Module, forms: dict[str, Tensor], adapter: str) -> dict[str, Recipe]:

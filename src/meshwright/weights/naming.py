@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import UnsupportedSettingError
+from ..parallel.modules.spread import fsdp_modules
 
 Convert = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 
@@ -50,25 +51,53 @@ def without_ties(model: nn.Module, names: Sequence[str], groups: Iterable[Sequen
     dropped: set[str] = set()
     for group in groups:
         found = [name for name in group if name in present]
-        if len(found) < 2:
-            continue
-        others = sorted(name for name in found if any(re.search(pattern, name) for pattern in declared))
-        main = [name for name in found if name not in others] or others[-1:]
-        if len(main) > 1 and is_of_transformers(model):
-            raise UnsupportedSettingError(
-                f"accelerator.weights() with {' and '.join(main)}, which share one tensor",
-                f"{type(model).__name__} does not tie them when it is loaded: all but one would be random there.",
-                "Untie them: give each a tensor of its own.",
-            )
-        dropped |= set(found) - {main[0]}
+        if len(found) > 1:
+            dropped |= set(found) - {_main_name(model, found, list(declared))}
     return [name for name in names if name not in dropped]
+
+
+def _main_name(model: nn.Module, tied: list[str], declared: list[str]) -> str:
+    """Return the one of tied names that is not declared to be tied to another."""
+    others = sorted(name for name in tied if any(re.search(pattern, name) for pattern in declared))
+    main = [name for name in tied if name not in others] or others[-1:]
+    if len(main) > 1 and is_of_transformers(model):
+        raise UnsupportedSettingError(
+            f"accelerator.weights() with {' and '.join(main)}, which share one tensor",
+            f"{type(model).__name__} does not tie them when it is loaded: all but one would be random there.",
+            "Untie them: give each a tensor of its own.",
+        )
+    return main[0]
 
 
 def units_of(model: nn.Module, names: Sequence[str]) -> list[Unit]:
     """Return what makes the checkpoint of a model with tensors of these names."""
-    conversions = _conversions(model) if is_of_transformers(model) else []
+    if not is_of_transformers(model):
+        return [Unit((name,), renamed(name)) for name in names]
+    plain = _as_made(model) if fsdp_modules(model) else model
+    conversions = _conversions(plain)
     if not conversions:
         return [Unit((name,), renamed(name)) for name in names]
+    units = _reversed(plain, names, conversions)
+    places = {name: place for place, name in enumerate(names)}
+    units.sort(key=lambda unit: min(places[name] for name in unit.members))
+    return units
+
+
+def _as_made(module: nn.Module) -> nn.Module:
+    """Return a view of a model with the classes that `fully_shard` has replaced, by which transformers finds names."""
+    kind: Any = type(module)
+    if fsdp_modules(module)[:1] == [module]:
+        kind = kind.__bases__[-1]
+    view: nn.Module = kind.__new__(kind)
+    view.__dict__.update(vars(module))
+    view.__dict__["_modules"] = {
+        name: child if child is None else _as_made(child) for name, child in module._modules.items()
+    }
+    return view
+
+
+def _reversed(model: nn.Module, names: Sequence[str], conversions: list[Any]) -> list[Unit]:
+    """Return the units that undo the conversions by which transformers loads a model."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
 
     reverse = [conversion.reverse_transform() for conversion in conversions[::-1]]
@@ -89,8 +118,6 @@ def units_of(model: nn.Module, names: Sequence[str]) -> list[Unit]:
             units.append(Unit(members, renamed(sources[0][0])))
         else:
             units.append(Unit(members, _converted(model, target, converter, sources, renamings)))
-    places = {name: place for place, name in enumerate(names)}
-    units.sort(key=lambda unit: min(places[name] for name in unit.members))
     return units
 
 
