@@ -48,6 +48,7 @@ _PCI_VENDORS = {
 }
 _AMD = "0x1002"
 _ROUNDING_OF_PINNED = "pinned_max_round_threshold_mb"
+_WITH_PINNED_ALLOCATOR = frozenset({"cuda", "xpu"})
 _REDUCE_NO_FLOAT64 = frozenset({"npu"})  # HCCL, but on the newest of its devices within a machine
 
 # [Note: a device for each process]
@@ -374,11 +375,17 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_pinned_memory() -> None:
-    """Give pinned memory that nobody uses back to the system: torch keeps it."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.accelerator.is_available():
-        with suppress(RuntimeError, NotImplementedError):  # a device without an allocator of pinned memory
-            empty()
+    """Give pinned memory that nobody uses back to the system: torch keeps it.
+
+    Torch crashes where a device brought no allocator of pinned memory: devices that plug in are asked by their module.
+    """
+    kind = accelerator_type()
+    if kind is None:
+        return
+    owner = torch.accelerator if kind in _WITH_PINNED_ALLOCATOR else device_module(torch.device(kind))
+    empty = getattr(owner, "empty_host_cache", None)  # since torch 2.13
+    if empty is not None:
+        empty()
 
 
 @functools.cache
