@@ -22,15 +22,25 @@ from tests.ranks.pool import free_port
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""}
 
 
+THROUGH = os.environ.get("MESHWRIGHT_TEST_DOOR", "")
+"""How `run_script` starts: by `python -m meshwright` ("module"), `meshwright launch` ("launch"), or without a door."""
+PYTHON = os.environ.get("MESHWRIGHT_TEST_DOOR_PYTHON") or sys.executable
+
+
 def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 300.0) -> str:
     """Run a script in a directory until it ends, and return what it printed; fail the test unless it succeeds.
 
-    One process is started by python alone, as on a laptop; more are started by torchrun.
+    One process is started by python alone, as on a laptop; more are started by torchrun. `.ci/nightly doors` starts
+    both through a door, in an environment that has Hugging Face's accelerate.
     """
-    command = [sys.executable]
-    if world_size > 1:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
-        command += ["--master_port", str(free_port())]
+    if THROUGH == "launch":
+        command = [PYTHON, "-m", "meshwright", "launch", "--cpu", "--num_processes", str(world_size)]
+        command += ["--main_process_port", str(free_port())]
+    else:
+        command = [PYTHON, *(["-m", "meshwright"] if THROUGH == "module" else [])]
+        if world_size > 1:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+            command += ["--master_port", str(free_port())]
     command += [str(script), *map(str, arguments)]
     return run_to_success(
         command, script.name, directory=directory, env=os.environ | _ENVIRONMENT, time_limit=time_limit

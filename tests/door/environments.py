@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -183,3 +184,9 @@ def run_notebook(environment: Environment, cells: list[str], at: Path) -> list[s
         )
         for cell in book.cells
     ]
+
+
+if __name__ == "__main__":  # `.ci/nightly doors`: what seed programs and examples import is linked as well
+    with tempfile.TemporaryDirectory() as built:
+        made = make_environment(Path(sys.argv[1]), theirs=True, wheel=build_wheel(Path(built)))
+    link_distributions(made, ["scikit-learn", "schedulefree", "torchvision", "pillow", "torchdata", "cloudpickle"])
