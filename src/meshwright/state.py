@@ -78,17 +78,14 @@ class PartialState:
     @property
     def _runtime(self) -> Runtime:
         """The runtime that attributes are read from. After a reset there is none until a state is created again."""
-        if self._is_reset():
+        if Runtime.existing() is None:
             raise AttributeError("_runtime")
         return self._started
-
-    def _is_reset(self) -> bool:
-        return Runtime.existing() is None
 
     def __getattr__(self, name: str) -> Any:
         """Explain why an attribute is missing after a reset."""
         own = type(self).__name__
-        if "_started" in vars(self) and self._is_reset() and hasattr(type(self), name):
+        if "_started" in vars(self) and Runtime.existing() is None and hasattr(type(self), name):
             raise AttributeError(
                 f"`{own}` object has no attribute `{name}`. This happens if `{own}._reset_state()` was called: make an "
                 "Accelerator or a PartialState again."
@@ -320,7 +317,6 @@ class AcceleratorState(PartialState):
                 dynamo_plugin=dynamo_plugin,
                 deepspeed_plugins=deepspeed_plugin,
             )
-            runtime.is_training_reset = False
             runtime.training = {
                 "_started": runtime,
                 "_mixed_precision": settings.mixed_precision,
@@ -347,9 +343,6 @@ class AcceleratorState(PartialState):
         super().__setstate__(state)
         vars(self).update((name, value) for name, value in state.items() if not hasattr(type(self), name))
 
-    def _is_reset(self) -> bool:
-        return super()._is_reset() or self._started.is_training_reset
-
     @staticmethod
     def _attributes(runtime: Runtime) -> dict[str, Any]:
         if runtime.training is None:
@@ -363,7 +356,6 @@ class AcceleratorState(PartialState):
         runtime = Runtime.existing()
         if runtime is not None:
             runtime.training = runtime.settings = None
-            runtime.is_training_reset = True
         if reset_partial_state:
             Runtime.detach()
 

@@ -244,18 +244,6 @@ def test_skip_first_batches_continues_where_it_was_told() -> None:
     assert len(skipped) == 2
 
 
-def test_an_accelerator_whose_state_was_reset_prepares_nothing() -> None:
-    accelerator = Accelerator(cpu=True)
-    AcceleratorState._reset_state()
-    with pytest.raises(
-        AttributeError, match=r"`AcceleratorState` object has no attribute .*_reset_state\(\)` was called"
-    ):
-        accelerator.prepare(make_model())
-    assert accelerator._models == []
-    Accelerator(cpu=True)
-    accelerator.prepare(make_model())
-
-
 def test_loaders_are_registered_in_the_order_in_which_they_were_given() -> None:
     """A checkpoint numbers the files of loaders by it."""
     other = Accelerator(cpu=True).prepare(DataLoader(range(9)))

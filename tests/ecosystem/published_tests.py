@@ -6,8 +6,8 @@ fails its own test and not the whole file. The scripts run as well, on one proce
 
     python -m tests.ecosystem.published_tests [TESTS ...]
 
-All tests and scripts together are recorded in `found_tests.tsv`, from which docs/conformance.md is made. TESTS names
-files, tests or scripts: `tests/test_hooks.py`, `scripts/test_sync.py`.
+What was found is recorded in `found_tests.tsv`, from which docs/conformance.md is made. TESTS names files, tests or
+scripts that are run again: `tests/test_hooks.py`, `scripts/test_sync.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = "1.15.0"
 REASONS = Path(__file__).with_name("published_tests.tsv")
 """Test, or the beginning of one -> one of `KINDS`, and the reason why it fails here."""
 FOUND = Path(__file__).with_name("found_tests.tsv")
-"""Test or script -> its result here, and under 1.15 if it failed here. Written by a run of all."""
+"""Test or script -> the result of its last run here, and under 1.15 if it failed here."""
 KINDS = ("ours to mend", "different on purpose", "internals")
 SECONDS = 600
 TOOLS = ("parameterized", "pytest-timeout")
@@ -133,8 +133,7 @@ def main(wanted: list[str]) -> int:
     """Run the named tests and scripts, or all; print what fails here only, with its reason; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="published-tests-") as directory:
         rows = compare(Path(directory), wanted)
-    if not wanted:
-        write_found(rows)
+    write_found((read_found() if wanted else {}) | rows)
     reasons = read_reasons()
     failed = fails_here(rows)
     print("| test | here | kind | reason |\n| --- | --- | --- | --- |")
@@ -184,7 +183,7 @@ def write_found(rows: dict[str, tuple[str, str]]) -> None:
 
 def read_found() -> dict[str, tuple[str, str]]:
     """Return what the last run of all found: the results here and under 1.15, by test."""
-    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]]
+    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]] if FOUND.exists() else []
     return {test: (here, there) for test, here, there in rows}
 
 

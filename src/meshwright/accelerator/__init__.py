@@ -268,7 +268,6 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         Returns:
             The prepared object, or a tuple where several were given.
         """
-        _ = self.state.num_processes  # an error after AcceleratorState._reset_state(), before anything is changed
         args = tuple(self._adopt(arg) for arg in args)
         placements = placements_of(args, device_placement)
         result = list(args)

@@ -92,7 +92,6 @@ class Runtime:
         self.num_copying = 0  # the Accelerators that keep copies in memory
         self.recovery: Any = None  # the `Recovery` of this process, where members come and go
         self.training: dict[str, Any] | None = None  # the newest Accelerator's settings, behind AcceleratorState
-        self.is_training_reset = False  # its settings were dropped, and no Accelerator was made since
         self.settings: Any = None  # `TrainingSettings` of the first Accelerator, which later ones share by default
         self.process = _process_info()
         self.num_savers = self.process.world_size - 1  # the other ranks that took part in the last checkpoint
