@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from meshwright import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, LocalSGD
+from meshwright import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    LocalSGD,
+)
 from tests.ranks import ranks, run_on_ranks
 from tests.training import loss_of, loss_trace, make_data, make_model, parameters_of
 
@@ -234,6 +241,23 @@ def test_join_uneven_inputs_lets_ranks_have_different_numbers_of_batches() -> No
             steps += 1
     assert steps == (3 if accelerator.process_index == 0 else 2)
     assert len(loader) == 3, "even batches are restored"
+
+
+@ranks(2)
+def test_joining_says_which_loaders_do_not_become_uneven() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    model, _ = accelerator.prepare(make_model(), DataLoader(range(5)))
+    accelerator.dataloader_config.dispatch_batches = None
+    accelerator.prepare(DataLoader(range(5)))
+    with (
+        pytest.warns(UserWarning, match="only supported for map-style datasets .* 1 of 2 prepared"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with accelerator.join_uneven_inputs([model]):
+            pass
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Run accelerate 1.15's own tests, from its published sdist, on 1.15 and here, and name those that fail here only.
+"""Run accelerate 1.15's own tests, from its published sdist, here; what fails, on 1.15 too. Name what fails here only.
 
 The tests bring helpers and scripts of their own, `accelerate.test_utils`. They are laid over a temporary copy of this
 package; nothing of them is kept. A name that a test imports and that is not ours raises where it is called, so that it
@@ -6,8 +6,8 @@ fails its own test and not the whole file. The scripts run as well, on one proce
 
     python -m tests.ecosystem.published_tests [TESTS ...]
 
-All tests and scripts together are recorded in `found_tests.tsv`, from which docs/conformance.md is made. TESTS names
-files, tests or scripts: `tests/test_hooks.py`, `scripts/test_sync.py`.
+What was found is recorded in `found_tests.tsv`, from which docs/conformance.md is made. TESTS names files, tests or
+scripts that are run again: `tests/test_hooks.py`, `scripts/test_sync.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = "1.15.0"
 REASONS = Path(__file__).with_name("published_tests.tsv")
 """Test, or the beginning of one -> one of `KINDS`, and the reason why it fails here."""
 FOUND = Path(__file__).with_name("found_tests.tsv")
-"""Test or script -> its result under 1.15, and its result here. Written by a run of all."""
+"""Test or script -> the result of its last run here, and under 1.15 if it failed here."""
 KINDS = ("ours to mend", "different on purpose", "internals")
 SECONDS = 600
 TOOLS = ("parameterized", "pytest-timeout")
@@ -131,45 +131,65 @@ def read_reasons() -> dict[str, tuple[str, str]]:
 
 def main(wanted: list[str]) -> int:
     """Run the named tests and scripts, or all; print what fails here only, with its reason; return the exit code."""
-    scripts = [name for name in wanted if name.startswith("scripts/")]
-    tests = [name for name in wanted if name not in scripts] or ([] if wanted else ["tests"])
-    here: dict[str, str] = {}
-    there: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="published-tests-") as directory:
-        published = fetch(Path(directory))
-        ours = copy_ours(Path(directory), published)
-        while add_missing_names(ours, run(published, ours, tests or ["tests"], "--collect-only")[1]):
-            pass
-        for path, found in ((ours, here), (REFERENCE, there)):
-            if tests:
-                found |= run(published, path, tests)[0]
-            if scripts or not wanted:
-                found |= run_scripts(published, path, scripts)
-    rows = {test: (result, here.get(test, "not collected")) for test, result in there.items()}
-    if not wanted:
-        lines = [f"{test}\t{result}\t{ours}\n" for test, (result, ours) in sorted(rows.items())]
-        FOUND.write_text("test\taccelerate 1.15\there\n" + "".join(lines), encoding="utf-8")
+        rows = compare(Path(directory), wanted)
+    write_found((read_found() if wanted else {}) | rows)
     reasons = read_reasons()
     failed = fails_here(rows)
     print("| test | here | kind | reason |\n| --- | --- | --- | --- |")
     for test, result in failed.items():
         print(f"| {test} | {result} | {' | '.join(reason_of(test, reasons))} |")
-    meant = sum(result == "passed" for result, _ in rows.values())
+    passed = sum(result == "passed" for result, _ in rows.values())
     unexplained = [test for test in failed if not reason_of(test, reasons)[0]]
-    passed = f"{meant - len(failed)} of the {meant} tests and scripts that pass on {VERSION} pass here"
-    print(f"{passed}; {len(unexplained)} are not explained")
+    print(
+        f"{passed} of the {passed + len(failed)} tests and scripts that pass here or on {VERSION} pass here; "
+        f"{len(unexplained)} are not explained"
+    )
     return 1 if unexplained else 0
 
 
+def compare(folder: Path, wanted: list[str]) -> dict[str, tuple[str, str]]:
+    """Run tests and scripts here, and what fails also on 1.15; return both results by test."""
+    scripts = [name for name in wanted if name.startswith("scripts/")]
+    tests = [name for name in wanted if name not in scripts] or ([] if wanted else ["tests"])
+    published = fetch(folder)
+    ours = copy_ours(folder, published)
+    while add_missing_names(ours, run(published, ours, tests or ["tests"], "--collect-only")[1]):
+        pass
+    here = run(published, ours, tests)[0] if tests else {}
+    if scripts or not wanted:
+        here |= run_scripts(published, ours, scripts)
+    failed = [test for test, result in here.items() if result in ("failure", "error")]
+    there = {}
+    if again := [node_of(test) for test in failed if not test.startswith("scripts/")]:
+        there |= run(published, REFERENCE, again)[0]
+    if again := [test.partition(" on ")[0] for test in failed if test.startswith("scripts/")]:
+        there |= run_scripts(published, REFERENCE, again)
+    return {test: (result, there.get(test, "not collected") if test in failed else "") for test, result in here.items()}
+
+
+def node_of(test: str) -> str:
+    """Return what pytest calls a test, from its class and name in the report."""
+    where, _, name = test.partition("::")
+    folder, module, *inside = where.split(".")
+    return "::".join([f"{folder}/{module}.py", *inside, name])
+
+
+def write_found(rows: dict[str, tuple[str, str]]) -> None:
+    """Record results."""
+    lines = [f"{test}\t{here}\t{there}\n" for test, (here, there) in sorted(rows.items())]
+    FOUND.write_text("test\there\taccelerate 1.15\n" + "".join(lines), encoding="utf-8")
+
+
 def read_found() -> dict[str, tuple[str, str]]:
-    """Return what the last run of all found: the result under 1.15 and here, by test."""
-    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]]
-    return {test: (there, here) for test, there, here in rows}
+    """Return what the last run of all found: the results here and under 1.15, by test."""
+    rows = [line.split("\t") for line in FOUND.read_text(encoding="utf-8").splitlines()[1:]] if FOUND.exists() else []
+    return {test: (here, there) for test, here, there in rows}
 
 
 def fails_here(rows: dict[str, tuple[str, str]]) -> dict[str, str]:
     """Return the result here of what passes under 1.15 only."""
-    return {test: here for test, (there, here) in rows.items() if there == "passed" and here != "passed"}
+    return {test: here for test, (here, there) in rows.items() if there == "passed"}
 
 
 def reason_of(test: str, reasons: dict[str, tuple[str, str]]) -> tuple[str, str]:

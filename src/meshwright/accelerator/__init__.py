@@ -827,6 +827,12 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         loaders = [loader for loader in self._dataloaders if isinstance(loader, DataLoaderShard)]
         shards = [loader.shard for loader in loaders if loader.shard is not None]
         before = [shard.even_batches for shard in shards]
+        others, count = len(self._dataloaders) - len(shards), len(self._dataloaders)
+        if even_batches is not None and others and self.use_distributed:
+            warn(
+                f"join_uneven_inputs(even_batches={even_batches}) is only supported for map-style datasets that every "
+                f"process reads for itself: {others} of {count} prepared loaders are not changed."
+            )
         for shard in shards:
             shard.even_batches = shard.even_batches if even_batches is None else even_batches
         for loader in loaders:
