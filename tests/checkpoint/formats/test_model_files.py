@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,3 +178,17 @@ def test_an_index_may_have_any_name_and_be_the_map_itself(tmp_path: Path, name: 
 
 def same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}])
+def test_a_quota_is_named_and_leaves_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(300, 300))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            accelerator.save_model(model, tmp_path / "saved", **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

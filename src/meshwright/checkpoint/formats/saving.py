@@ -65,21 +65,34 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         flush(partial)
         partial.replace(path)
     except Exception as error:
-        if (number := _system_error(error, path.parent)) is not None:
+        if (number := _system_error(error, partial)) is not None:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _system_error(error: Exception, folder: Path) -> int | None:
+def _system_error(error: Exception, partial: Path) -> int | None:
     """Return the number of the system's error behind one that names no file; of torch and safetensors it is none."""
     if isinstance(error, OSError):
         return error.errno if error.filename is None else None
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found is not None:
         return int(found[1])
-    return errno.ENOSPC if is_full(folder) else None
+    if is_full(partial.parent):
+        return errno.ENOSPC
+    return _refusal_of_more(partial) if "inline_container" in str(error) else None
+
+
+def _refusal_of_more(partial: Path) -> int | None:
+    """Return why the system takes no more bytes of a file, such as a quota, which torch's writer does not say."""
+    try:
+        with partial.open("ab", buffering=0) as file:
+            file.write(bytes(1 << 20))
+            file.write(b"x")  # the first write may be cut short
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def is_full(folder: str | os.PathLike[str]) -> bool:
