@@ -163,20 +163,23 @@ class Rebinding:
         elif isinstance(value, (tuple, set, frozenset)):
             return self._change_fixed(value)
         elif isinstance(value, FunctionType):
-            for cell in _cells_of(value):
-                if (new := self._visit(cell.cell_contents)) is not cell.cell_contents:
-                    cell.cell_contents = new
-            self._change_defaults(value)
+            self._change_function(value)
         elif isinstance(value, (MethodType, partial)):
             for part in _parts(value) or ():
                 self._visit(part)
         else:
-            for name, part in _attributes(value).items():
-                if (new := self._visit(part)) is not part:
-                    _set_attribute(value, name, new)
+            self._change_attributes(value)
         return value
 
-    def _change_defaults(self, function: FunctionType) -> None:
+    def _change_attributes(self, value: Any) -> None:
+        for name, part in _attributes(value).items():
+            if (new := self._visit(part)) is not part:
+                _set_attribute(value, name, new)
+
+    def _change_function(self, function: FunctionType) -> None:
+        for cell in _cells_of(function):
+            if (new := self._visit(cell.cell_contents)) is not cell.cell_contents:
+                cell.cell_contents = new
         searched = {id(part) for part in _defaults_of(function)}
         defaults = [self._visit(part) if id(part) in searched else part for part in function.__defaults__ or ()]
         if any(new is not old for new, old in zip(defaults, function.__defaults__ or (), strict=True)):
@@ -228,18 +231,35 @@ def _copies_in(
     by_name = [value for value in holders if _holds_by_name(value, own)]
     for value in holders:
         if isinstance(value, MutableMapping):
-            params_by_name = next((params for params in by_name if _are_copies_by_name(value, params)), None)
-            for key in value:
-                param = key if isinstance(key, Tensor) else own.get(key) if type(key) is int else None
-                if params_by_name is not None:
-                    found.append((value, key, params_by_name[key]))
-                elif param is not None and not leaves_out(value, param):
-                    found += [(place, name, param) for place, name in _beside(param, value, key)]
+            params = next((params for params in by_name if _are_copies_by_name(value, params)), None)
+            found += (
+                _copies_by_key(value, own, leaves_out)
+                if params is None
+                else [(value, *item) for item in params.items()]
+            )
         elif isinstance(value, list):
-            params = next((params for params in columns if _are_copies(value, params)), [])
-            found += [(value, index, param) for index, param in enumerate(params)]
-            found += [pair for index in range(len(value)) for pair in _copies_in_pair(value, index, own)]
+            found += _copies_in_list(value, columns, own)
     return found
+
+
+def _copies_by_key(
+    mapping: MutableMapping[Any, Any], own: Mapping[int, Tensor], leaves_out: Callable[[Any, Tensor], bool]
+) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield what a mapping has for parameters, which are its keys, or whose ids are."""
+    for key in mapping:
+        param = key if isinstance(key, Tensor) else own.get(key) if type(key) is int else None
+        if param is not None and not leaves_out(mapping, param):
+            yield from ((place, name, param) for place, name in _beside(param, mapping, key))
+
+
+def _copies_in_list(
+    values: list[Any], columns: list[list[Tensor]], own: Mapping[int, Tensor]
+) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield what a list has for parameters: in the order of a group, or in pairs with them."""
+    column = next((params for params in columns if _are_copies(values, params)), [])
+    yield from ((values, index, param) for index, param in enumerate(column))
+    for index in range(len(values)):
+        yield from _copies_in_pair(values, index, own)
 
 
 def _holds_by_name(value: Any, own: Mapping[int, Tensor]) -> bool:
@@ -362,14 +382,18 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
             raise _CannotCopyError
         elif _is_open(value):
             made = memo[id(value)] = object.__new__(type(value))
-            slots = {slot.__name__: slot for slot in _slots_of(type(value))}
-            for name, part in _own_attributes(value).items():
-                if name in slots:
-                    slots[name].__set__(made, _copied(part, memo))
-                else:
-                    made.__dict__[name] = _copied(part, memo)
+            _copy_attributes(value, made, memo)
         memo[id(value)] = made
     return memo[id(value)]
+
+
+def _copy_attributes(value: Any, made: Any, memo: dict[int, Any]) -> None:
+    slots = {slot.__name__: slot for slot in _slots_of(type(value))}
+    for name, part in _own_attributes(value).items():
+        if name in slots:
+            slots[name].__set__(made, _copied(part, memo))
+        else:
+            made.__dict__[name] = _copied(part, memo)
 
 
 def _holds_more(value: Any) -> bool:
