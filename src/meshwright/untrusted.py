@@ -231,12 +231,16 @@ def require_bounds(
         else:
             pending.pop()
             continue
-        if size > most_values:
-            raise InvalidDataError(f"{what} holds more than {most_values:,} values")
-        if level > most_levels:
-            raise InvalidDataError(f"{what} is nested deeper than {most_levels} levels")
+        _require_size(what, size, most_values, level, most_levels)
         sizes[key], levels[key] = size, level
         pending.pop()
+
+
+def _require_size(what: str, size: int, most_values: int, level: int, most_levels: int) -> None:
+    if size > most_values:
+        raise InvalidDataError(f"{what} holds more than {most_values:,} values")
+    if level > most_levels:
+        raise InvalidDataError(f"{what} is nested deeper than {most_levels} levels")
 
 
 def _parts(value: Any) -> Collection[Any]:

@@ -52,7 +52,8 @@ class Merge:
         by_outputs = merged.T if transposes else merged
         norm = torch.linalg.norm(by_outputs, dim=1).to(merged.dtype)
         factor = (inputs[2].flatten() / norm)[:, None]
-        return ((factor.T if transposes else factor) * merged).to(weight.dtype)
+        scaled: Tensor = (factor.T if transposes else factor) * merged
+        return scaled.to(weight.dtype)
 
 
 @dataclass(frozen=True)

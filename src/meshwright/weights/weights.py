@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -302,7 +302,7 @@ class Weights:
         return entries
 
     @torch.no_grad()
-    def _tensors(self, plan: _Plan, entries: dict[str, Held]) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, plan: _Plan, entries: dict[str, Held]) -> Generator[tuple[str, Tensor], None, None]:
         wanted, ranks = [], []
         here = None if self._stages is None else self._stages.own
         for group in plan.groups:

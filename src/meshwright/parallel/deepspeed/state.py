@@ -162,9 +162,9 @@ class DeepSpeedState(EngineState):
 
 def _damage(states: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the facts that are read here and by DeepSpeed's own reader, or None."""
-    for file, state in states.items():
-        if not isinstance(state, dict) or not all(type(key) is str for key in state):
-            return f"{file} holds no facts by their names"
+    nameless = next((file for file, state in states.items() if not _has_names(state)), None)
+    if nameless is not None:
+        return f"{nameless} holds no facts by their names"
     found = [(file, state) for file, state in states.items() if "module" in state]
     if not found:
         return "the checkpoint has no file of DeepSpeed's model states"
@@ -175,12 +175,18 @@ def _damage(states: Mapping[str, Any]) -> str | None:
         return f"{file} has no configuration of DeepSpeed"
     if type(ranks) is not int or ranks < 1:
         return f"{file} is of {printable(str(ranks), 20)} ranks"
-    whole = state["module"]
-    if groups is None and not (isinstance(whole, dict) and all(isinstance(value, Tensor) for value in whole.values())):
-        return f"{file} holds no weights by their names"
-    if groups is not None and not (isinstance(groups, list) and all(_are_shapes(group) for group in groups)):
-        return f"{file} has no shapes of parameters"
-    return None
+    if groups is None:
+        return None if _are_weights(state["module"]) else f"{file} holds no weights by their names"
+    are_shapes = isinstance(groups, list) and all(map(_are_shapes, groups))
+    return None if are_shapes else f"{file} has no shapes of parameters"
+
+
+def _has_names(state: Any) -> bool:
+    return isinstance(state, dict) and all(type(key) is str for key in state)
+
+
+def _are_weights(whole: Any) -> bool:
+    return isinstance(whole, dict) and all(isinstance(value, Tensor) for value in whole.values())
 
 
 def _are_shapes(group: Any) -> bool:
