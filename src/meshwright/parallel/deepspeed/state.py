@@ -170,8 +170,7 @@ def _damage(states: Mapping[str, Any]) -> str | None:
         return "the checkpoint has no file of DeepSpeed's model states"
     file, state = found[0]
     config, groups, ranks = (state.get(key) for key in ("ds_config", "param_shapes", "dp_world_size"))
-    section = config.get("zero_optimization", {}) if isinstance(config, dict) else None
-    if not isinstance(section, dict) or not isinstance(section.get("stage", 0), int):
+    if not _is_configuration(config):
         return f"{file} has no configuration of DeepSpeed"
     if type(ranks) is not int or ranks < 1:
         return f"{file} is of {printable(str(ranks), 20)} ranks"
@@ -183,6 +182,11 @@ def _damage(states: Mapping[str, Any]) -> str | None:
 
 def _has_names(state: Any) -> bool:
     return isinstance(state, dict) and all(type(key) is str for key in state)
+
+
+def _is_configuration(config: Any) -> bool:
+    section = config.get("zero_optimization", {}) if isinstance(config, dict) else None
+    return isinstance(section, dict) and isinstance(section.get("stage", 0), int)
 
 
 def _are_weights(whole: Any) -> bool:
