@@ -214,7 +214,7 @@ def test_the_parents_environment_is_left_alone(folder: Path, monkeypatch: pytest
     arguments = launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "missing.py"])
     with pytest.raises(SystemExit) as ending:
         launch_command(arguments)
-    assert ending.value.code == 1
+    assert ending.value.code == 2
     assert dict(os.environ) == before
 
 

@@ -26,7 +26,7 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 REFUSED = {"distributed_inference", "experts"}
 """One only infers, and the tokens of the other depend on numbers: see `test_refusals`."""
 

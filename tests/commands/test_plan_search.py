@@ -11,7 +11,7 @@ import pytest
 
 from tests.launching import Launched, run_accelerate
 
-PROGRAM = Path(__file__).parents[2] / "accelerator" / "planning" / "program.py"
+PROGRAM = Path(__file__).parents[1] / "tools" / "plan" / "program.py"
 SMALL = (PROGRAM, "--layers", "2", "--batch_size", "4")
 
 
