@@ -188,7 +188,7 @@ def main() -> None:
             with fresh():
                 results[f"{mesh}, {family}"] = hand_over(mesh, family, folder / "handed", reference)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(results))
+        print(json.dumps({"scenario": "hand_over", **results}))
 
 
 if __name__ == "__main__":

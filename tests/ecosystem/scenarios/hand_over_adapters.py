@@ -112,7 +112,7 @@ def main() -> None:
                 with fresh():
                     results[f"{mesh}, {kind}"] = hand_over(mesh, kind, folder)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(results))
+        print(json.dumps({"scenario": "hand_over_adapters", **results}))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ class Ranks:
         self._skipped = run.skipped + skipped + (0 if self._changes is None else self._changes.skipped)
         ranks = sorted(self._window.ranks) if self._window is not None else []
         self._throughput = newest_throughput(run)
-        free_lines = self.height - 7 - _MAX_FINDING_LINES - bool(self._throughput)
+        names = set() if self._window is None else {self._window.phases[phase] for phase in self._window.used}
+        self._notes: list[Line] = [[Span(_OTHER, DIM)]] if "other" in names else []
+        free_lines = self.height - 6 - _MAX_FINDING_LINES - bool(self._throughput) - len(self._notes)
         changes = [] if self._changes is None else self._changes.changes
         self._newest = changes[-min(_MAX_CHANGES, max(1, free_lines // 3)) :]
         free_lines = max(1, free_lines - len(self._newest) - 3 * bool(changes))
@@ -54,9 +56,7 @@ class Ranks:
         throughput = [[Span(" · ".join(self._throughput))]] if self._throughput else []
         lines = [self._head(), *throughput, []]
         if self._window is not None:
-            lines += [*self._table(self._window, coloured), [], *self._finding(self._window)]
-            if "other" in [self._window.phases[phase] for phase in self._window.used]:
-                lines.append([Span(_OTHER, DIM)])
+            lines += [*self._table(self._window, coloured), [], *self._finding(self._window), *self._notes]
         elif self._changes is None:
             lines.append([Span("waiting for the first steps …", DIM)])
         if self._changes is not None:
