@@ -282,9 +282,8 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         result = list(args)
         models = _unprepared(args, _is_a(nn.Module))
         optimizers = _unprepared(args, _is_a(Optimizer))
-        loaders = [
-            i for i, arg in enumerate(args) if isinstance(arg, DataLoader)
-        ]  # prepared ones keep their place, too
+        # A checkpoint numbers loaders in this order, so those that are prepared already keep their place.
+        loaders = [i for i, arg in enumerate(args) if isinstance(arg, DataLoader)]
         schedulers = _unprepared(args, _is_scheduler)
         prepared = self._prepare_bundle(
             [args[i] for i in models],
