@@ -160,3 +160,10 @@ brought = {provider.lower().replace("_", "-") for name in imported for provider 
 print(sorted(brought - needs("meshwright", set())))
 """
     assert in_a_fresh_interpreter(program) == "[]"
+
+
+@pytest.mark.parametrize("package", ["accelerate", "meshwright"])
+def test_an_accelerator_is_imported_without_what_only_meshes_and_sharded_checkpoints_need(package: str) -> None:
+    heavy = ("sympy", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")  # a second together
+    program = f"from {package} import Accelerator; import sys; print([name for name in {heavy} if name in sys.modules])"
+    assert in_a_fresh_interpreter(program) == "[]"
