@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import warm
+from tests.launching import COMMAND
 
 TELLS = """
 import json, os, sys
@@ -73,6 +75,16 @@ def test_it_has_torch_already_and_random_numbers_of_its_own(tmp_path: Path) -> N
     assert first.stdout.startswith("True")
     assert cold.stdout.startswith("False")
     assert first.stdout != second.stdout
+
+
+def test_our_own_commands_and_their_ranks_are_started_warm() -> None:
+    for command in ([str(COMMAND), "launch"], [sys.executable, "-m", "meshwright", "launch"]):
+        program = warm.Program.of(command)
+        assert program is not None
+        assert program.starts_programs()
+    for module in warm.PRELOADED:
+        if module.startswith(("meshwright", "accelerate")):
+            import_module(module)  # the zygote leaves out what is not there
 
 
 def test_what_needs_an_interpreter_of_its_own_is_started_cold() -> None:
