@@ -20,6 +20,7 @@ if str(SOURCES) not in sys.path:
     sys.path.insert(0, str(SOURCES))
 
 from meshwright.commands.launch import launch_command_parser  # noqa: E402
+from meshwright.config.combinations import Feature, refused_pairs  # noqa: E402
 from meshwright.config.launch.options import BY_NAME, Option  # noqa: E402
 from meshwright.launch.processes import verdict as launcher  # noqa: E402
 from meshwright.runtime import phases  # noqa: E402
@@ -358,7 +359,49 @@ def error_classes() -> str:
     )
 
 
+# --- what goes with what ----------------------------------------------------------------------------------------------
+
+_IN_PAIRS = (
+    Feature.FSDP, Feature.DEEPSPEED, Feature.DP_SHARD, Feature.TP, Feature.CP, Feature.SP, Feature.PP, Feature.EP,
+    Feature.OFFLOAD, Feature.FP16, Feature.FP8, Feature.COMPILE, Feature.XLA, Feature.SURVIVE, Feature.MEMORY_COPIES,
+)  # fmt: skip
+
+
+def combinations() -> str:
+    """Return a table of the main features in pairs: a dot where they go together."""
+    refused = {frozenset(pair[:2]) for pair in refused_pairs()}
+    one_of = {Feature.FP16, Feature.FP8}
+
+    def cell(row: Feature, column: Feature) -> str:
+        if row is column or {row, column} == one_of:
+            return ""
+        return "no" if frozenset((row, column)) in refused else "·"
+
+    columns = [feature.value.removesuffix("_size") for feature in _IN_PAIRS]
+    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for row in _IN_PAIRS:
+        cells = [cell(row, column) for column in _IN_PAIRS]
+        lines.append(f"| `{row.value}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def refused_combinations() -> str:
+    """Return a table of all pairs that are refused, with the reason and what to do."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for feature, other, row in refused_pairs():
+        others = rows.setdefault((feature.value, row.reason, row.remedy), [])
+        others.append(f"`{other.value}`")
+    lines = ["| setting | with | why not | instead |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| `{name}` | {', '.join(others)} | {reason} | {remedy} |"
+        for (name, reason, remedy), others in rows.items()
+    ]
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "combinations": combinations,
+    "refused combinations": refused_combinations,
     "launch options": launch_options,
     "fatal verdicts": fatal_verdicts,
     "notices": notices,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import UnsupportedSettingError
+from .config.combinations import Feature, require_combination
 from .parallel.modules.dtensors import any_dtensor
 
 if TYPE_CHECKING:
@@ -23,16 +23,8 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps must be 1 or more, not {local_sgd_steps}.")
-        if enabled and accelerator.strategy.transaction is not None:
-            raise UnsupportedSettingError(
-                "--survive with LocalSGD", "its replicas differ between two averages.", "Leave one of them out."
-            )
-        if enabled and accelerator._copies is not None:
-            raise UnsupportedSettingError(
-                "--memory_copies_every with LocalSGD",
-                "one copy is kept for all replicas, and these differ between two averages.",
-                "Leave one of them out.",
-            )
+        if enabled:
+            require_combination({Feature.LOCAL_SGD: "LocalSGD"} | accelerator.features)
         has_copies = accelerator.strategy.capabilities.defers_sync and not any_dtensor(model.parameters())
         if enabled and accelerator.use_distributed and not has_copies:
             raise ValueError(

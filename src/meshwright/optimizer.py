@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .config.combinations import Feature, require_combination
 from .errors import UnsupportedSettingError
 from .errors.callers import warn
 from .parallel.base import StepTransaction, Strategy, move_optimizer_state, params_of
@@ -223,9 +224,13 @@ def start_early_steps(optimizer: AcceleratedOptimizer, strategy: Strategy) -> No
     if steps is None:
         return
     state = optimizer.gradient_state
+    in_use = {
+        Feature.STEP_IN_BACKWARD: True,
+        Feature.FP16: optimizer.scaler is not None,
+        Feature.ACCUMULATION: state.num_steps > 1,
+    }
+    require_combination({feature: feature.value for feature, given in in_use.items() if given})
     for setting, given, reason in (
-        ("mixed_precision='fp16'", optimizer.scaler, "gradients are unscaled after the backward pass."),
-        ("gradient_accumulation_steps > 1", state.num_steps > 1, "gradients of several passes add up before a step."),
         ("Megatron-LM's gradient clipping", optimizer.before_step, "a norm needs all gradients at once."),
         ("this strategy", objection := strategy.objection_to_early_steps(params_of(optimizer)), objection or ""),
     ):

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..config.combinations import Feature
 from ..config.enums import DynamoBackend, FP8BackendType, RNGType
 from ..config.environment import TRACE_FOLDER, VERIFY_FOLDER, read
 from ..config.plugins.compilation import TorchDynamoPlugin
@@ -60,7 +61,7 @@ from ..parallel.base import Batch, Bundle, Steps
 from ..parallel.compilation import compiling
 from ..parallel.mesh.fsdp2 import fsdp2_apply_ac, fsdp2_prepare_model
 from ..parallel.modules.unwrapping import extract_model_from_parallel
-from ..parallel.registry import strategy_for
+from ..parallel.registry import features_of, strategy_for
 from ..precision import precision_for
 from ..precision.fp8 import convert_model_to_fp8_ao
 from ..runtime.devices.memory import release_memory
@@ -200,15 +201,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         self.gradient_state = GradientState(self.settings.gradient_accumulation)
         self.instruments = self.gradient_state.instruments = Instruments(PROCESS)
         self.instruments.add(*instruments, *instruments_of_run())
-        self.strategy = strategy_for(
-            self.state._runtime,
-            ddp=self.ddp_handler,
-            sharding=self.settings.sharding,
-            deepspeed=self.settings.deepspeed,
-            parallelism=self.settings.parallelism,
-            offload=self.settings.offload,
-            mixed_precision=self.settings.mixed_precision,
-        )
+        self.strategy = strategy_for(self.state._runtime, self.settings, self.ddp_handler)
         me = ref(self)
         self.strategy.steps = Steps(
             recompute=lambda model: fsdp2_apply_ac(me(), model), shard=lambda model: fsdp2_prepare_model(me(), model)
@@ -250,6 +243,11 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         self._start_recording()
         self._start_meter(meter)
         self.instruments.attach(self)
+
+    @property
+    def features(self) -> dict[Feature, str]:
+        """The features that are in use, as messages name them: rows of the page "What goes with what"."""
+        return features_of(self.state._runtime, self.settings, self.ddp_handler)
 
     def _start_recording(self) -> None:
         """Let the verbs that look at a run stand between the script and this object; hardly any run has one."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config.plugins.handlers import ProjectConfiguration
-from ..errors import REQUEUE_EXIT_CODE, UnsupportedSettingError
+from ..errors import REQUEUE_EXIT_CODE
 from ..parallel.base import Strategy, params_of
 from ..parallel.modules.dtensors import any_dtensor, gathered
 from ..parallel.modules.unwrapping import extract_model_from_parallel
@@ -227,10 +227,6 @@ class Checkpointer:
     def own_parts(self, scaler: Any) -> list[Part]:
         """Return all parts as this rank holds them, with its own shards of models and optimizers."""
         models, is_whole = self._unwrapped_models(), self.prepared.strategy.holds_whole_models
-        if any(self.prepared.strategy.engine_states(models)):
-            raise UnsupportedSettingError(
-                "--memory_copies_every with DeepSpeed", "its engine writes files of its own.", "Leave one of them out."
-            )
         return [
             *(
                 OwnModelPart(numbered("model", i, ""), "memory", model, is_whole=is_whole)

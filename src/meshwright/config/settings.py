@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .combinations import Feature
 from .enums import DataOrder, PrecisionType
-from .environment import asks_for_deepspeed, asks_for_megatron, asks_for_parallelism, read_fsdp
+from .environment import asks_for_deepspeed, asks_for_megatron, asks_for_parallelism, read_fsdp, read_setting
 from .origins import Resolved, resolve
 from .plugins.compilation import SETTING_OF_FIELD, TorchDynamoPlugin
 from .plugins.deepspeed import ACCUMULATION, DeepSpeedPlugin
@@ -16,6 +17,9 @@ from .plugins.megatron import MegatronLMPlugin
 from .plugins.offload import OffloadConfig, resolve_offload
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.sharding import FullyShardedDataParallelPlugin
+
+AXES_OF_MODELS = ("dp_shard", "tp", "cp", "sp", "pp", "ep")
+"""The axes whose processes hold one model between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,34 @@ class TrainingSettings:
                 **compilation_origins,
             },
         )
+
+    def features(self) -> dict[Feature, str]:
+        """Return the features that are in use, as messages name them."""
+        sharding, parallelism = self.sharding, self.parallelism
+        axes = {} if parallelism is None else {axis: parallelism.size(axis) for axis in AXES_OF_MODELS}
+        shards = parallelism is None or any(axes[axis] != 1 for axis in ("dp_shard", "cp", "pp"))
+        tensor_parallel = None if parallelism is None else parallelism.tp_handler
+        of_sharding = sharding and {
+            Feature.FSDP: True,
+            Feature.FSDP_CPU_OFFLOAD: sharding.offloads,
+            Feature.IGNORED_MODULES: sharding.ignored_modules is not None,
+            Feature.CPU_RAM_EFFICIENT: sharding.cpu_ram_efficient_loading and shards,
+        }
+        given = (of_sharding or {}) | {
+            Feature.DEEPSPEED: self.deepspeed is not None,
+            Feature.MEGATRON: self.megatron is not None,
+            Feature.SEQUENCE_PARALLEL: tensor_parallel is not None and tensor_parallel.sequence_parallel,
+            Feature.FP16: self.mixed_precision == "fp16",
+            Feature.FP8: self.mixed_precision == "fp8",
+            Feature.MEMORY_COPIES: read_setting("memory_copies_every") is not None,
+        }
+        in_use = {feature: feature.value for feature, is_given in given.items() if is_given}
+        in_use |= {Feature(f"{axis}_size"): f"{axis}_size={size}" for axis, size in axes.items() if size != 1}
+        if self.compilation.compiles:
+            in_use[Feature.COMPILE] = f"dynamo_backend={self.compilation.backend}"
+        if self.offload is not None:
+            in_use[Feature.OFFLOAD] = f"offload={self.offload.placement!r}"
+        return in_use
 
     def explain(self) -> str:
         """Return each value and its origin, one line each."""

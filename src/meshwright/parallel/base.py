@@ -34,10 +34,6 @@ class Capabilities:
     """The engine scales fp16 losses itself."""
     compiles_inside: bool = False
     """`torch.compile` is applied in place to the model inside the wrapper."""
-    compiles_itself: bool = False
-    """The device compiles every step, so that `torch.compile` has no place."""
-    streams_blocks: bool = False
-    """The parameters of blocks are replaced while they compute, which `torch.compile` does not expect."""
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from ..config.plugins.compilation import TorchDynamoPlugin
-from ..errors import UnsupportedSettingError
 from ..runtime.group.runtime import rank_of_this_process
 from .base import Bundle, Strategy
 from .modules.dtensors import any_dtensor
@@ -37,22 +36,6 @@ def compiling(strategy: Strategy, plugin: TorchDynamoPlugin) -> Strategy:
     """Return a strategy that also compiles, or the same one if compilation is off."""
     if not plugin.compiles:
         return strategy
-    if strategy.capabilities.compiles_itself:
-        raise UnsupportedSettingError(
-            f"dynamo_backend={plugin.backend}", "XLA compiles every step as a whole.", "Leave torch.compile out."
-        )
-    if strategy.capabilities.streams_blocks:
-        raise UnsupportedSettingError(
-            f"offload with dynamo_backend={plugin.backend}",
-            "offloaded blocks compute with other parameters than those they were compiled with.",
-            "Leave torch.compile out.",
-        )
-    if strategy.runtime.member is not None:
-        raise UnsupportedSettingError(
-            f"--survive with dynamo_backend={plugin.backend}",
-            "compiled models were not tried with it.",
-            "Leave it out.",
-        )
     return cast("Strategy", _Compiling(strategy, plugin))
 
 

@@ -22,7 +22,7 @@ from ..config.plugins.fp8 import AORecipeKwargs, Filter, Fp8Settings
 from ..config.plugins.handlers import AutocastKwargs
 from ..errors import UnsupportedSettingError
 from ..errors.callers import warn
-from ..runtime.devices.device import is_xla, supports_fp8
+from ..runtime.devices.device import supports_fp8
 from ..runtime.group.runtime import rank_of_this_process
 from .amp import AmpPrecision
 
@@ -39,8 +39,6 @@ class Fp8Precision(AmpPrecision):
 
     def __init__(self, device: torch.device, autocast: AutocastKwargs, settings: Fp8Settings) -> None:
         settings.refuse_other_engines()
-        if is_xla(device):
-            raise UnsupportedSettingError("mixed_precision fp8 on XLA", "torchao does not know it.", "Use bf16.")
         super().__init__(torch.bfloat16, device, autocast)
         self.filter = settings.recipe.module_filter_func
         self.config = _config_of(settings.recipe, device)

@@ -370,5 +370,5 @@ def test_a_loader_that_is_being_copied_can_be_pickled(folder: Path) -> None:
 
 def test_local_sgd_is_refused_because_its_replicas_differ(folder: Path) -> None:
     training = Training(folder)
-    with pytest.raises(UnsupportedSettingError, match="--memory_copies_every with LocalSGD cannot be used"):
+    with pytest.raises(UnsupportedSettingError, match="LocalSGD with --memory_copies_every cannot be used"):
         LocalSGD(training.accelerator, training.model, 4)

@@ -93,7 +93,7 @@ def test_another_model_than_that_of_the_first_process_is_refused() -> None:
 
 @ranks(4)
 def test_weights_of_the_first_process_are_refused_where_layers_are_split() -> None:
-    with pytest.raises(UnsupportedSettingError, match=r"cpu_ram_efficient_loading=True with tp_size > 1"):
+    with pytest.raises(UnsupportedSettingError, match=r"cpu_ram_efficient_loading=True with tp_size=2"):
         Accelerator(
             cpu=True,
             fsdp_plugin=FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Accelerator, FullyShardedDataParallelPlugin, set_seed
+from meshwright import Accelerator, FullyShardedDataParallelPlugin, MegatronLMPlugin, set_seed
 from meshwright.errors import UnsupportedSettingError
 from tests.parallel.small_transformer import loader as text_loader, model
 from tests.parallel.ways import WAYS, passes
@@ -239,9 +239,9 @@ def test_what_a_trial_cannot_do_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             accelerator.fit_batch_size(**{"starting_batch_size": 4, **options})(train)(accelerator)
-    accelerator.strategy.holds_whole_models = False
-    with pytest.raises(UnsupportedSettingError, match="fit_batch_size with a pipeline"):
-        accelerator.fit_batch_size(4)(train)
+    by_megatron = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+    with pytest.raises(UnsupportedSettingError, match=r"fit_batch_size with MegatronLMPlugin.*`meshwright plan`"):
+        by_megatron.fit_batch_size(4)(train)
 
 
 # --- Remembered sizes -------------------------------------------------------------------------------------------------

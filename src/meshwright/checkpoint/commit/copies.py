@@ -111,8 +111,6 @@ class MemoryCopies:
     """Make the copies of one rank, between two steps and in the background."""
 
     def __init__(self, run: RunState, every: int, folder: Path) -> None:
-        if devices.is_xla(run.runtime.device):
-            raise UnsupportedSettingError(SETTING, "one process has the state of all XLA devices.", "Leave it out.")
         if every < 1:
             raise ValueError(f"{SETTING} is {every}: it must be 1 or more.")
         self.run = run

@@ -58,18 +58,6 @@ class MeshParallel(Strategy):
         self.mesh = mesh
         self.plugin = plugin
         shards = mesh.sharding is not None
-        if shards and plugin.cpu_ram_efficient_loading and mesh.size("tp") > 1:
-            raise UnsupportedSettingError(
-                "cpu_ram_efficient_loading=True with tp_size > 1",
-                "layers are split before the first process hands out its weights.",
-                "Load the model on every process.",
-            )
-        if shards and plugin.cpu_ram_efficient_loading and mesh.config.ep_enabled:
-            raise UnsupportedSettingError(
-                f"cpu_ram_efficient_loading=True with ep_size={mesh.size('ep')}",
-                "experts are spread before the first process hands out its weights.",
-                "Load the model on every process.",
-            )
         if plugin.offloads and not shards:
             raise UnsupportedSettingError(
                 "cpu_offload=True (optimizer_cpu_offload of Megatron-LM) with one process per copy",

@@ -22,7 +22,7 @@ from ...runtime.collectives.nested import tensors_of
 from ...runtime.devices import xla
 from ...runtime.group.runtime import Runtime
 from ...runtime.loop.gradient_state import GradientState
-from ..base import Bundle, Capabilities, Strategy
+from ..base import Bundle, Strategy
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ REPLICATE, SHARD = "dp_replicate", "fsdp"
 
 class XlaDevices(Strategy):
     """Train on XLA devices; every optimizer step is one graph. See [Note: graphs] in `runtime/devices/xla.py`."""
-
-    capabilities = Capabilities(compiles_itself=True)
 
     def __init__(
         self,
@@ -138,13 +136,6 @@ def axes_for(
             "Start one process, or leave fsdp_plugin and parallelism_config out.",
         )
     if parallelism is not None and parallelism.active_mesh_dims:
-        others = set(parallelism.active_mesh_dims) - {"dp_replicate", "dp_shard"}
-        if others:
-            raise UnsupportedSettingError(
-                f"{', '.join(f'{axis}_size' for axis in sorted(others))} on XLA",
-                "a mesh of XLA devices has the axes dp_replicate and dp_shard only.",
-                "Leave the other axes out.",
-            )
         parallelism.fitted(devices)
         if devices == 1:
             return {}

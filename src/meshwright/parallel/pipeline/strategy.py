@@ -40,22 +40,8 @@ class PipelineParallel(MeshParallel):
 
     holds_whole_models = False
 
-    def __init__(
-        self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin, mixed_precision: str = "no"
-    ) -> None:
+    def __init__(self, runtime: Runtime, mesh: Mesh, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(runtime, mesh, plugin)
-        if mixed_precision == "fp16":
-            raise UnsupportedSettingError(
-                "mixed_precision='fp16' with pp_size > 1",
-                "the stages would have to agree on every overflow.",
-                "Use bf16.",
-            )
-        if plugin.cpu_ram_efficient_loading:
-            raise UnsupportedSettingError(
-                "cpu_ram_efficient_loading=True with pp_size > 1",
-                "every process needs the weights of its own stage.",
-                "Load the model on every process.",
-            )
         self.config = mesh.config.pp_handler or PipelineConfig()
         self.size = mesh.size("pp")
         self.rank = mesh.axis("pp").get_local_rank()

@@ -48,7 +48,7 @@ class SurvivingShards(SurvivingReplicas, MeshParallel):
     def __init__(
         self, runtime: Runtime, member: Member, config: ParallelismConfig, plugin: FullyShardedDataParallelPlugin
     ) -> None:
-        refuse_settings(runtime, config, plugin)
+        refuse_settings(runtime, config)
         self._groups = runtime.spread_replica(config.size("dp_shard"))
         inside = DeviceMesh.from_group(self._groups.inside, runtime.device.type, mesh_dim_names=("dp_shard",))
         super().__init__(runtime, member, _ReplicaMesh(config, inside), plugin)
@@ -208,7 +208,7 @@ def _failed_elsewhere(member: Member) -> RuntimeError:
     return MembershipChanged(f"Rank {member.rank}: a collective of another process of its replica failed.")
 
 
-def refuse_settings(runtime: Runtime, config: ParallelismConfig, plugin: FullyShardedDataParallelPlugin) -> None:
+def refuse_settings(runtime: Runtime, config: ParallelismConfig) -> None:
     """Raise if replicas with these settings could not be replaced."""
     shards, there = config.size("dp_shard"), runtime.process.local_world_size
     refusals = [
@@ -219,13 +219,6 @@ def refuse_settings(runtime: Runtime, config: ParallelismConfig, plugin: FullySh
             f"dp_shard_size={shards} and {there} processes per machine",
             "a replica must be on one machine, whose launcher replaces it.",
             "Choose a dp_shard_size that divides the processes of a machine.",
-        ),
-        (plugin.offloads, "cpu_offload=True", "it was not tried.", "Leave it out."),
-        (
-            plugin.ignored_modules is not None,
-            "ignored_modules",
-            "their gradients are not part of the step's transaction.",
-            "Leave it out.",
         ),
     ]
     for applies, setting, reason, remedy in refusals:

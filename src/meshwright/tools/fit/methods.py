@@ -8,11 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...config.combinations import Feature, require_combination
 from ...runtime.devices.memory import arguments_without_batch_size
 
 
 class FittingMethods:
     """The part of `Accelerator` that finds a batch size that fits."""
+
+    @property
+    def features(self) -> dict[Feature, str]:
+        """The features that are in use; see `Accelerator.features`."""
+        raise NotImplementedError
 
     def fit_batch_size(
         self,
@@ -41,10 +47,10 @@ class FittingMethods:
         """
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            from .search import Search, refuse_strategies
+            from .search import Search
 
             refuse_arguments = arguments_without_batch_size(function, "fit_batch_size")
-            refuse_strategies(self)
+            require_combination({Feature.FIT_BATCH_SIZE: "fit_batch_size"} | self.features)
 
             @functools.wraps(function)
             def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedSettingError
 from ...program import program_name
 from ...runtime.collectives.operations import broadcast_object_list, gather_object
 from ...runtime.devices import device as devices
@@ -249,22 +248,6 @@ def samples_per_step(accelerator: Any, starting_batch_size: int, global_batch_si
 def divisors(samples: int, largest: int) -> list[int]:
     """Return the batch sizes that make up a number of samples without a rest, the largest first."""
     return [size for size in range(min(samples, largest), 0, -1) if samples % size == 0]
-
-
-def refuse_strategies(accelerator: Any) -> None:
-    """Refuse what cannot be tried on one rank alone."""
-    settings, runtime = accelerator.settings, accelerator.state._runtime
-    for setting, given, reason in (
-        ("DeepSpeed", settings.deepspeed is not None, "its engine fixes the batch size when it is made."),
-        ("MegatronLMPlugin", settings.megatron is not None, "it counts micro-batches itself."),
-        ("a pipeline", not accelerator.strategy.holds_whole_models, "a stage cannot run without the others."),
-        ("--survive", runtime.member is not None, "members that come and go assign micro-batches themselves."),
-        ("XLA", devices.is_xla(accelerator.device), "memory runs out when a whole step is executed, on all processes."),
-    ):
-        if given:
-            raise UnsupportedSettingError(
-                f"fit_batch_size with {setting}", reason, f"Choose the batch size by `{program_name()} plan`."
-            )
 
 
 def _changed(before: Sequence[str], now: Sequence[str]) -> str:

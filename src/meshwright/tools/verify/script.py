@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config.combinations import Feature, require_combination
 from ...config.environment import VERIFY_FOLDER, read
 from ...config.plugins.compilation import TorchDynamoPlugin
 from ...config.settings import TrainingSettings
-from ...errors import UnsupportedSettingError
 from ...parallel.base import Strategy
 from ...parallel.modules.dtensors import whole
 from ...program import program_name
@@ -40,12 +40,7 @@ MESH, ONE_PROCESS, REORDERED = "mesh", "one_process", "reordered"
 
 def adapted(settings: TrainingSettings) -> TrainingSettings:
     """Return the settings of a verified run: fp32, not compiled, and for the one process without a mesh."""
-    if settings.deepspeed is not None:
-        raise UnsupportedSettingError(
-            f"{program_name()} check --mesh with DeepSpeed",
-            "its engine does not show the gradients of a step.",
-            "Verify the script with fsdp_plugin.",
-        )
+    require_combination({Feature.CHECK_MESH: f"{program_name()} check --mesh"} | settings.features())
     settings = replace(settings, mixed_precision="no", compilation=TorchDynamoPlugin(backend="no"))
     if read(ROLE) == MESH:
         return settings

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig
-from meshwright.parallel import registry
 from tests.ranks import ranks, run_on_ranks
 from tests.sizes import at_night
 
@@ -258,12 +257,6 @@ def test_weights_must_be_on_every_process() -> None:
 def test_ignored_experts_are_refused() -> None:
     plugin = FullyShardedDataParallelPlugin(ignored_modules=r"blocks\.1")
     assert "ignored_modules with blocks.1.experts" in refusal_of(moe.mesh(**SHARDED), fsdp_plugin=plugin)
-
-
-def test_deepspeed_lays_out_its_processes_itself() -> None:
-    runtime: Any = None
-    with pytest.raises(ValueError, match=r"the axes dp_shard, ep and DeepSpeed"):
-        registry._engines_of(runtime, {}, None, moe.mesh(**SHARDED))
 
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

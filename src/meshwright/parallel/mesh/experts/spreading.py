@@ -38,13 +38,6 @@ class ExpertParallel:
         self.num_shards = self.holders.size(1)
         tp = mesh.axis("tp") if mesh.size("tp") > 1 else None
         self.exchange = Exchange(ep=self.ep, tp=tp, factor=self.holders.size() / mesh.num_token_ranks)
-        handler = mesh.config.tp_handler
-        if handler is not None and handler.sequence_parallel:
-            raise UnsupportedSettingError(
-                "ep_size > 1 with TorchTensorParallelConfig(sequence_parallel=True)",
-                "experts take whole sequences, which processes along the tp axis share.",
-                "Leave sequence_parallel out.",
-            )
         if mesh.sharding is None and self.holders.size() > 1:
             raise UnsupportedSettingError(
                 f"ep_size={mesh.size('ep')} with tp_size={mesh.size('tp')} and no axis of data",

@@ -36,7 +36,7 @@ from .traffic import Traffic, megabytes
 class StreamedBlocks(DataParallel):
     """Train replicas of models that do not fit on the device."""
 
-    capabilities = Capabilities(streams_blocks=True)
+    capabilities = Capabilities()
 
     def __init__(
         self, runtime: Runtime, config: OffloadConfig, handler: DistributedDataParallelKwargs | None = None

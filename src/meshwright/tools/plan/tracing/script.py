@@ -16,7 +16,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ....accelerator import Accelerator
-from ....errors import UnsupportedSettingError
+from ....config.combinations import Feature, require_combination
 from ....program import program_name
 from ....runtime.group.runtime import Runtime
 from ..trace import FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
@@ -151,25 +151,13 @@ class Script:
     # --- models -----------------------------------------------------------------------------------------------------
 
     def _before_prepare(self, accelerator: Any, models: list[nn.Module], optimizers: list[Any], trained: bool) -> None:
-        if accelerator.settings.deepspeed is not None:
-            raise UnsupportedSettingError(
-                f"{program_name()} plan with DeepSpeed",
-                "its engine needs devices.",
-                "Plan the script with --use_fsdp: stage 3 shards as FSDP does, stage 2 as reshard_after_forward=False.",
-            )
+        require_combination({Feature.PLAN: f"{program_name()} plan"} | accelerator.features)
         self._building.end(models, self._recorder)
         self._progress.models += len(models)
         self._turns.expect(optimizers)
         self._progress.optimizers += len(optimizers)
         plugin = getattr(accelerator.strategy, "plugin", None)
         self._recorder.offloads = self._request.on_accelerators and bool(getattr(plugin, "offloads", False))
-        parallelism = accelerator.settings.parallelism
-        if parallelism is not None and parallelism.ep_enabled:
-            raise UnsupportedSettingError(
-                f"{program_name()} plan with ep_size > 1",
-                "how many tokens each process gets depends on the numbers of the router.",
-                "Plan the script with ep_size=1: its experts then are sharded, and gathered for each use.",
-            )
         if not self._trace.axes and self._trace.world_size > 1:
             mesh = getattr(accelerator.strategy, "mesh", None)
             self._trace.axes = {"dp_replicate": self._trace.world_size} if mesh is None else _sizes(mesh.device_mesh)
