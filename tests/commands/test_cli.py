@@ -130,6 +130,15 @@ def test_an_unknown_word_after_a_verb_is_answered_by_the_verb() -> None:
     assert (word.returncode, word.stderr.splitlines()[0]) == (2, "meshwright env: more is unknown.")
 
 
+@pytest.mark.parametrize("verb", ["check", "launch", "plan"])
+def test_a_flag_like_no_other_is_answered_without_a_guess(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _told([verb, "--nope", "train.py"], capsys) == [
+        f"meshwright {verb}: --nope is unknown.",
+        f"See meshwright {verb} --help.",
+    ]
+    assert _told(["launch", "--nprocs", "2", "train.py"], capsys)[0].endswith("Did you mean --num_processes?")
+
+
 def test_env_tells_what_a_bug_report_needs() -> None:
     told = run("env", ACCELERATE_MIXED_PRECISION="bf16", RANK="1", WORLD_SIZE="2")
     assert told.returncode == 0, told.stderr

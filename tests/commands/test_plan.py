@@ -82,7 +82,7 @@ def test_an_unknown_device_is_answered_with_the_nearest_and_the_way_to_describe_
         main(["plan", "--gpus", "8xH101", "train.py"])
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert "No accelerator is called 'H101'. Close names: H100-SXM" in told
+    assert "No accelerator is called 'H101'. Close names: H100-SXM, H100-PCIe, H100-96GB. " in told
     assert "V100" not in told
     assert "--devices_file FILE" in told
 

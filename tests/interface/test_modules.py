@@ -13,17 +13,21 @@ from torch import nn
 from tests.differential.side_by_side import REFERENCE
 
 OWN_TESTS = "for accelerate 1.x's own tests"
-MENUS = "menus of its own commands"
+KEYS = "keys and cursors of its own menus"
 LEFT_OUT = {
-    "accelerate.commands.config.config_utils": MENUS,
     "accelerate.commands.config.sagemaker": "SageMaker's launcher is not here",
-    "accelerate.commands.menu": MENUS,
+    "accelerate.commands.menu.cursor": KEYS,
+    "accelerate.commands.menu.helpers": KEYS,
+    "accelerate.commands.menu.input": KEYS,
+    "accelerate.commands.menu.keymap": KEYS,
     "accelerate.test_utils.examples": OWN_TESTS,
     "accelerate.test_utils.scripts": OWN_TESTS,
 }
 PUBLISHED = [
     "accelerate.checkpointing",
+    "accelerate.commands.config.config_utils",
     "accelerate.commands.estimate",
+    "accelerate.commands.menu.selection_menu",
     "accelerate.commands.merge",
     "accelerate.commands.tpu",
     "accelerate.commands.utils",
@@ -91,6 +95,21 @@ def test_options_are_taken_with_underscores_and_dashes_and_those_given_are_noted
         assert (args.file_name, args.num_processes, args.log_dir) == ("train.py", 3, "here")
         assert args.nondefault == {"file_name", "num_processes", "log_dir"}
     assert parser.parse_args(["train.py"]).nondefault == {"file_name"}
+
+
+def test_usages_leave_out_the_placeholder_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    from accelerate.commands.config.config_utils import DYNAMO_BACKENDS, SubcommandHelpFormatter
+
+    parser = argparse.ArgumentParser("tool <command> [<args>] config", formatter_class=SubcommandHelpFormatter)
+    assert parser.format_usage() == "usage: tool config [-h]\n"
+    parser.add_subparsers().add_parser("update", formatter_class=SubcommandHelpFormatter)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["update", "--help"])
+    assert capsys.readouterr().out.startswith("usage: tool config update [-h]\n")
+    assert "INDUCTOR" in DYNAMO_BACKENDS
+    assert "NO" not in DYNAMO_BACKENDS
 
 
 def test_torch_xla_is_installed_on_colab_only() -> None:

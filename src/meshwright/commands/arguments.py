@@ -32,6 +32,15 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
         return group
 
 
+class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter for subcommands: the usage leaves out the `<command> [<args>]` of the program's name."""
+
+    def add_usage(self, usage: str | None, *args: Any, **kwargs: Any) -> None:
+        """Add the usage."""
+        self._prog = self._prog.replace("<command> [<args>] ", "")
+        super().add_usage(usage, *args, **kwargs)
+
+
 def _noting(kind: type[argparse.Action]) -> type[argparse.Action]:
     class Noting(kind):  # type: ignore[misc, valid-type]
         def __call__(self, parser: Any, namespace: argparse.Namespace, *args: Any, **kwargs: Any) -> None:

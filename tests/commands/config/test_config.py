@@ -484,6 +484,14 @@ def test_an_interrupt_leaves_the_questions(keyboard: Any) -> None:
         cluster.get_cluster_input()
 
 
+def test_the_published_menu_returns_the_number_of_the_choice(keyboard: Any) -> None:
+    from accelerate.commands.menu import BulletMenu
+
+    menu = BulletMenu("Where?", ["here", "there", "nowhere"])
+    keyboard.send_text("\r" + DOWN + "\r" + "\r")
+    assert [menu.run(), menu.run(), menu.run(default_choice=2)] == [0, 1, 2]
+
+
 # On a terminal
 
 

@@ -166,3 +166,49 @@ def test_random_samplers_that_are_to_be_given_a_generator_are_kept() -> None:
     assert synchronized_sampler(plain, seedable=False, keeps_torchs=True, **choice) is plain
     assert isinstance(synchronized_sampler(plain, seedable=False, **choice), SynchronizedRandomSampler)
     assert isinstance(synchronized_sampler(plain, seedable=True, keeps_torchs=True, **choice), SeedableRandomSampler)
+
+
+ORDER_OF_1_15 = {
+    "shuffled": [
+        [[[9, 6, 0, 1], [7, 10, 8, 9]], [[6, 3, 9, 0], [1, 7, 8, 6]]],
+        [[[4, 2, 5, 3], [6, 0, 1, 4]], [[4, 5, 10, 2], [3, 9, 0, 4]]],
+    ],
+    "split_batches": [
+        [[[9, 6], [4, 2], [7, 10]], [[6, 3], [4, 5], [1, 7]]],
+        [[[0, 1], [5, 3], [8, 9]], [[9, 0], [10, 2], [8, 6]]],
+    ],
+    "uneven": [
+        [[[9, 6, 0, 1], [7, 10, 8]], [[6, 3, 9, 0], [1, 7, 8]]],
+        [[[4, 2, 5, 3]], [[4, 5, 10, 2]]],
+    ],
+    "seedable": [
+        [[[3, 0, 9, 2], [1, 7, 6, 3]], [[10, 9, 2, 4], [6, 8, 5, 10]]],
+        [[[5, 8, 4, 10], [0, 9, 2, 5]], [[0, 1, 7, 3], [9, 2, 4, 0]]],
+    ],
+}
+"""Kind of loader -> rank -> two epochs of `range(11)` in batches of 4 with the seed 7, seen under accelerate 1.15."""
+
+
+def batches_in_the_order_of_1x() -> dict[str, list[list[list[int]]]]:
+    from torch.utils.data import DataLoader
+
+    from meshwright import Accelerator, DataLoaderConfiguration, set_seed
+
+    found = {}
+    for kind, options in {
+        "shuffled": {},
+        "split_batches": {"split_batches": True},
+        "uneven": {"even_batches": False},
+        "seedable": {"use_seedable_sampler": True},
+    }.items():
+        set_seed(7)
+        config = DataLoaderConfiguration(order="accelerate-1", **options)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(11), 4, shuffle=True))
+        found[kind] = [[batch.tolist() for batch in loader] for _ in range(2)]
+    return found
+
+
+def test_the_order_of_accelerate_1x_can_be_asked_for() -> None:
+    assert run_on_ranks(2, batches_in_the_order_of_1x) == [
+        {kind: ranks[rank] for kind, ranks in ORDER_OF_1_15.items()} for rank in (0, 1)
+    ]

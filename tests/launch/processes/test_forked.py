@@ -21,10 +21,12 @@ failure = run_forked(world, 6.0)
 print(json.dumps(None if failure is None else [failure.rank, failure.reason, failure.log]))
 """
 SCRIPT = """
-import atexit, os, sys, time
+import atexit, os, shutil, sys, time
 atexit.register(print, "at the end")
 rank = os.environ.get("RANK", "alone")
 print("rank", rank, os.environ["WORD"], flush=True)
+if "removes" in sys.argv:
+    shutil.rmtree("logs", ignore_errors=True)
 if rank == "1" and "fails" in sys.argv:
     raise ValueError("no")
 if "waits" in sys.argv:
@@ -40,6 +42,8 @@ if "exits" in sys.argv:
         ((2,), None),
         ((1,), None),
         ((2, "fails"), [1, "ended with exit code 1", "ValueError: no"]),
+        ((2, "fails", "removes"), [1, "ended with exit code 1", ""]),
+        ((2, "waits", "removes"), [0, "had not ended after 6 s", ""]),
         ((2, "waits"), [0, "had not ended after 6 s", "rank 0 given"]),
         ((1, "exits"), [0, "ended with exit code 1", "enough"]),
     ],

@@ -104,3 +104,4 @@ def test_a_rank_that_does_something_of_its_own_is_found(fault: str, of_faults: d
     if fault == "skipped_step":
         assert result["first"]["name"] == "rank 1 begins a backward pass where rank 0 steps its optimizer"
         assert "A condition that only one rank meets" in result["panel"]
+        assert "Errno" not in result["panel"] + result["complaints"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Check = Callable[[str], "str | None"]
@@ -28,6 +28,19 @@ def choose(question: str, choices: Mapping[str, str], default: str, missing: Map
         if answer not in missing:
             return answer
         print(f"  {answer} cannot be chosen: {missing[answer]}.")
+
+
+class BulletMenu:
+    """A question with numbered choices, as published: `run` returns the number of the chosen one, from 0."""
+
+    def __init__(self, prompt: str | None = None, choices: Sequence[str] = ()) -> None:
+        self.prompt = prompt
+        self.choices = list(choices)
+
+    def run(self, default_choice: int = 0) -> int:
+        """Ask; Enter alone chooses the default."""
+        answers = {str(number): text for number, text in enumerate(self.choices)}
+        return int(choose(self.prompt or "", answers, str(default_choice)))
 
 
 def choose_some(question: str, choices: Mapping[str, str]) -> list[str]:

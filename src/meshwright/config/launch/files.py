@@ -160,12 +160,13 @@ def write_config(path: str | Path, contents: Mapping[str, Any], *, as_json: bool
     return path
 
 
-def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
-    """Return ` Did you mean X?`, or an empty string if no known word is similar."""
+def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.62) -> str:
+    """Return ` Did you mean X?`, or an empty string if no known word is similar. The dashes of flags do not count."""
     import difflib
 
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=similarity)
-    return f" Did you mean {close[0]}?" if close else ""
+    words = {name.lstrip("-"): name for name in sorted(known, key=lambda name: (name.startswith("-"), name))}
+    close = difflib.get_close_matches(word.lstrip("-"), words, n=1, cutoff=similarity)
+    return f" Did you mean {words[close[0]]}?" if close else ""
 
 
 def _migrate_old_keys(contents: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def run_forked(world: World, seconds: float) -> Failure | None:
     world.folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    running = {_fork(world, rank): rank for rank in range(world.processes)}
+    logs = [_open_log(world, rank) for rank in range(world.processes)]  # before a rank can remove the folder
+    running = {_fork(world, rank, log): rank for rank, log in enumerate(logs)}
     failures: list[Failure] = []
     deadline = time.monotonic() + seconds
     while running and time.monotonic() < deadline:
@@ -86,7 +87,7 @@ def run_several(worlds: Sequence[World], seconds: float, at_once: int) -> list[F
             while waiting and len(running) < at_once:
                 index = waiting.pop()
                 worlds[index].folder.mkdir(parents=True, exist_ok=True)
-                running[_fork(worlds[index], 0)] = index, time.monotonic() + seconds
+                running[_fork(worlds[index], 0, _open_log(worlds[index], 0))] = index, time.monotonic() + seconds
             for pid, (index, deadline) in list(running.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if not ended and time.monotonic() < deadline:
@@ -119,13 +120,17 @@ def _log(world: World, rank: int) -> str:
     return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
 
-def _fork(world: World, rank: int) -> int:
+def _open_log(world: World, rank: int) -> int:
+    return os.open(world.folder / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+
+
+def _fork(world: World, rank: int, log: int) -> int:
     pid = os.fork()
     if pid:
+        os.close(log)
         return pid
     code = 1
     try:
-        log = os.open(world.folder / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(world.variables)

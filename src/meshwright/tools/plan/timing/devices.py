@@ -163,13 +163,19 @@ class Catalogue:
     def _name(self, kind: str) -> str:
         name = self.aliases.get(_plain(kind))
         if name is None:
-            close = difflib.get_close_matches(_plain(kind), self.aliases, n=5, cutoff=0.6)
-            names = list(dict.fromkeys(self.aliases[alias] for alias in close)) or sorted(self.devices)
+            near = self._near(kind)
             raise UnknownDeviceError(
-                f"No accelerator is called {kind!r}. {'Close names' if close else 'Known names'}: {', '.join(names)}. "
+                f"No accelerator is called {kind!r}. "
+                f"{'Close names' if near else 'Known names'}: {', '.join(near or sorted(self.devices))}. "
                 f"Another one can be described in a file of the form of {DEVICES}: --devices_file FILE."
             )
         return name
+
+    def _near(self, kind: str) -> list[str]:
+        """Return the devices whose names are similar, with the other variants of the same device: H100-PCIe too."""
+        close = difflib.get_close_matches(_plain(kind), self.aliases, n=5, cutoff=0.6)
+        products = dict.fromkeys(self.aliases[alias].partition("-")[0] for alias in close)
+        return [name for product in products for name in self.devices if name.partition("-")[0] == product]
 
 
 def cluster(text: str, path: Path | None = None) -> Cluster:
