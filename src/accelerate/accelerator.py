@@ -3,6 +3,10 @@
 import torch as torch
 
 from meshwright.accelerator import Accelerator as Accelerator
+from meshwright.parallel.mesh.fsdp2 import (  # `.utils.fsdp_utils` also imports torch.distributed.checkpoint
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+)
 from meshwright.published import publish as _publish
 
 from . import data_loader as data_loader, optimizer as optimizer, scheduler as scheduler, state as state, utils as utils
@@ -14,10 +18,6 @@ from .utils.dataclasses import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     TorchDynamoPlugin as TorchDynamoPlugin,
-)
-from .utils.fsdp_utils import (
-    fsdp2_apply_ac as fsdp2_apply_ac,
-    fsdp2_prepare_model as fsdp2_prepare_model,
 )
 from .utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 

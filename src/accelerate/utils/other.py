@@ -15,7 +15,7 @@ from meshwright.parallel.compilation import (
     is_repeated_blocks as is_repeated_blocks,
     model_has_dtensor as model_has_dtensor,
 )
-from meshwright.parallel.mesh.tensor.plans import get_model_tp_size as get_model_tp_size
+from meshwright.parallel.modules.spread import get_model_tp_size as get_model_tp_size
 from meshwright.parallel.modules.unwrapping import (
     extract_model_from_parallel as extract_model_from_parallel,
     is_compiled_module as is_compiled_module,

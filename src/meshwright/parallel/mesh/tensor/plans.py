@@ -328,15 +328,3 @@ def _enable_loss_parallel() -> None:
 
 
 _loss_context: Any = None
-
-
-def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor-parallel size that a library recorded on a model, or None.
-
-    It is the model's `tp_size`, or that of `config.distributed_config` in transformers 5.
-    """
-    size = getattr(model, "tp_size", None)
-    if size is None:
-        recorded = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = recorded.get("tp_size") if isinstance(recorded, Mapping) else getattr(recorded, "tp_size", None)
-    return None if size is None else int(size)
