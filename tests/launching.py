@@ -18,20 +18,22 @@ import pytest
 from tests import warm
 from tests.ranks.pool import free_port
 
+THROUGH = os.environ.get("MESHWRIGHT_TEST_DOOR", "")
+"""How `run_script` starts: by `python -m meshwright` ("module"), by `meshwright launch` ("launch"), or as it would
+without meshwright, where the drop-in distribution is installed ("dropin") or the tests' own environment is."""
+PYTHON = os.environ.get("MESHWRIGHT_TEST_DOOR_PYTHON") or sys.executable
+
 # One thread per process, because the tests share few cores. PYTHONUNBUFFERED would tear the lines of two ranks apart.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": ""}
-
-
-THROUGH = os.environ.get("MESHWRIGHT_TEST_DOOR", "")
-"""How `run_script` starts: by `python -m meshwright` ("module"), `meshwright launch` ("launch"), or without a door."""
-PYTHON = os.environ.get("MESHWRIGHT_TEST_DOOR_PYTHON") or sys.executable
+if THROUGH:  # a process that waits with its imports done has imported the other accelerate, and no door opens then
+    _ENVIRONMENT[warm.COLD] = "1"
 
 
 def run_script(script: Path, *arguments: object, world_size: int, directory: Path, time_limit: float = 300.0) -> str:
     """Run a script in a directory until it ends, and return what it printed; fail the test unless it succeeds.
 
     One process is started by python alone, as on a laptop; more are started by torchrun. `.ci/nightly doors` starts
-    both through a door, in an environment that has Hugging Face's accelerate.
+    both through each door.
     """
     if THROUGH == "launch":
         command = [PYTHON, "-m", "meshwright", "launch", "--cpu", "--num_processes", str(world_size)]
@@ -105,7 +107,7 @@ def end_holders(*pipes: IO[str] | None) -> str:
     return "\nits output was kept open by:\n" + "\n".join(held)
 
 
-COMMAND = Path(sys.executable).with_name("meshwright")
+COMMAND = Path(PYTHON).with_name("meshwright")
 
 
 @dataclass(frozen=True, kw_only=True)

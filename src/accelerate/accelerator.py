@@ -3,7 +3,7 @@
 import torch as torch
 
 from meshwright.accelerator import Accelerator as Accelerator
-from meshwright.parallel.mesh.fsdp2 import (
+from meshwright.parallel.mesh.fsdp2 import (  # `.utils.fsdp_utils` also imports torch.distributed.checkpoint
     fsdp2_apply_ac as fsdp2_apply_ac,
     fsdp2_prepare_model as fsdp2_prepare_model,
 )

@@ -28,6 +28,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
+from meshwright.distribution import write_wheel
 from tests.ecosystem.libraries import PYTHON, folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -189,4 +190,6 @@ def run_notebook(environment: Environment, cells: list[str], at: Path) -> list[s
 if __name__ == "__main__":  # `.ci/nightly doors`: what seed programs and examples import is linked as well
     with tempfile.TemporaryDirectory() as built:
         made = make_environment(Path(sys.argv[1]), theirs=True, wheel=build_wheel(Path(built)))
+        if sys.argv[2:] == ["--dropin"]:
+            install(made, write_wheel(Path(built)))
     link_distributions(made, ["scikit-learn", "schedulefree", "torchvision", "pillow", "torchdata", "cloudpickle"])

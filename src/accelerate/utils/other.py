@@ -15,6 +15,7 @@ from meshwright.parallel.compilation import (
     is_repeated_blocks as is_repeated_blocks,
     model_has_dtensor as model_has_dtensor,
 )
+from meshwright.parallel.modules.spread import get_model_tp_size as get_model_tp_size
 from meshwright.parallel.modules.unwrapping import (
     extract_model_from_parallel as extract_model_from_parallel,
     is_compiled_module as is_compiled_module,
@@ -28,7 +29,6 @@ from meshwright.runtime.group.network import (
 )
 from meshwright.runtime.group.runtime import wait_for_everyone as wait_for_everyone
 from meshwright.runtime.modules import (
-    get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,
     get_pretty_name as get_pretty_name,
     recursive_getattr as recursive_getattr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -50,15 +50,3 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
     walk("", model)
     return found if return_fqns else [module for _, module in found]
-
-
-def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor-parallel size that a library recorded on a model, or None.
-
-    It is the model's `tp_size`, or that of `config.distributed_config` in transformers 5.
-    """
-    size = getattr(model, "tp_size", None)
-    if size is None:
-        recorded = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = recorded.get("tp_size") if isinstance(recorded, Mapping) else getattr(recorded, "tp_size", None)
-    return None if size is None else int(size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -313,3 +313,15 @@ def _listed(ranks: Iterable[int]) -> str:
     """Return ranks in words; a long list is shortened."""
     words = [str(rank) for rank in ranks]
     return ", ".join(words) if len(words) <= 8 else f"{', '.join(words[:3])}, ..., {words[-1]}"
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return the tensor-parallel size that a library recorded on a model, or None.
+
+    It is the model's `tp_size`, or that of `config.distributed_config` in transformers 5.
+    """
+    size = getattr(model, "tp_size", None)
+    if size is None:
+        recorded = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = recorded.get("tp_size") if isinstance(recorded, Mapping) else getattr(recorded, "tp_size", None)
+    return None if size is None else int(size)
