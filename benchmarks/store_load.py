@@ -117,7 +117,7 @@ def seconds_of_a_round(ranks: int) -> float:
 
     from meshwright.watch.hangs.verdict import judge
     from meshwright.watch.place import COLLECTIVE, Place
-    from meshwright.watch.reports import Report
+    from meshwright.watch.reports import ProcessReport
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begun = time.monotonic()
@@ -128,11 +128,13 @@ def seconds_of_a_round(ranks: int) -> float:
         )
         store.set(
             f"report/{rank}",
-            Report(rank=rank, place=place, stalled_seconds=30.0, idle_seconds=30.0, collectives_started=5).to_json(),
+            ProcessReport(
+                rank=rank, place=place, stalled_seconds=30.0, idle_seconds=30.0, collectives_started=5
+            ).to_json(),
         )
         store.add("reports", 1)
     texts = store.multi_get([f"report/{rank}" for rank in range(ranks)])
-    verdict = judge({rank: Report.from_json(text) for rank, text in enumerate(texts)}, {}, 30.0)
+    verdict = judge({rank: ProcessReport.from_json(text) for rank, text in enumerate(texts)}, {}, 30.0)
     assert verdict.culprits == [0]
     for _ in range(ranks):  # everybody looks again
         store.add("unmoved", 1)

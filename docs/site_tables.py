@@ -26,8 +26,8 @@ from meshwright.launch.processes import verdict as launcher  # noqa: E402
 from meshwright.runtime import phases  # noqa: E402
 from meshwright.watch.hangs.verdict import Absence, judge  # noqa: E402
 from meshwright.watch.place import BACKWARD, COLLECTIVE, DATA, DEBUGGER, Place  # noqa: E402
-from meshwright.watch.reports import Report  # noqa: E402
-from meshwright.watch.stragglers.detection import Finding  # noqa: E402
+from meshwright.watch.reports import ProcessReport  # noqa: E402
+from meshwright.watch.stragglers.detection import SlowRank  # noqa: E402
 
 _PART = re.compile(
     r"(?P<begin><!-- made: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
@@ -114,7 +114,7 @@ _GUARD = "`if accelerator.is_main_process:` (line 87)"
 _Situation = tuple[str, str, Callable[[], str]]
 
 
-def _at(rank: int, call: str, line: int, **facts: Any) -> Report:
+def _at(rank: int, call: str, line: int, **facts: Any) -> ProcessReport:
     """Return the report of a rank that has stood at a line of train.py for 30 seconds."""
     phase = facts.pop("phase", COLLECTIVE)
     operation = facts.pop(
@@ -129,12 +129,12 @@ def _at(rank: int, call: str, line: int, **facts: Any) -> Report:
         f"accelerator.{call}(...)",
         facts.pop("guard", ""),
     )
-    return Report(
+    return ProcessReport(
         rank, place, stalled_seconds=30, idle_seconds=facts.pop("idle", 30), **facts
     )
 
 
-def _said(*reports: Report, absent: dict[int, str] | None = None) -> str:
+def _said(*reports: ProcessReport, absent: dict[int, str] | None = None) -> str:
     gone = {
         rank: Absence(how, not how.startswith(("is stopped", "does not")))
         for rank, how in (absent or {}).items()
@@ -142,11 +142,11 @@ def _said(*reports: Report, absent: dict[int, str] | None = None) -> str:
     return judge({report.rank: report for report in reports}, gone, 30).text
 
 
-def _in_backward(rank: int, **facts: Any) -> Report:
+def _in_backward(rank: int, **facts: Any) -> ProcessReport:
     return _at(rank, "backward", 80, phase=BACKWARD, **facts)
 
 
-def _in_gather(rank: int, size: int = 4, **facts: Any) -> Report:
+def _in_gather(rank: int, size: int = 4, **facts: Any) -> ProcessReport:
     return _at(
         rank,
         "gather",
@@ -262,7 +262,7 @@ NOTICES: list[_Situation] = [
         "Look at that rank in the phase that is named: its disk and data workers for data, its device and other "
         "programs for the rest. `meshwright watch` shows all ranks.",
         lambda: str(
-            Finding(rank=2, phase=phases.DATA, seconds=0.13, usual=0.1, cost=0.23)
+            SlowRank(rank=2, phase=phases.DATA, seconds=0.13, usual=0.1, cost=0.23)
         ),
     ),
 ]

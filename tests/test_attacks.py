@@ -33,7 +33,7 @@ REFUSALS = (InvalidDataError, LaunchError)
 def offered(kind: str, content: Any, folder: Path) -> Any:
     """Give what an attacker has written to the reader that will get it."""
     if kind == "message":
-        return [build(each, parse_json(content, "a message"), "a message") for each in (Event, preflight.Report)]
+        return [build(each, parse_json(content, "a message"), "a message") for each in (Event, preflight.MachineReport)]
     name, read = READERS[kind]
     path = folder / name
     if kind == "program":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,30 @@ def test_only_methods_that_are_overridden_are_called() -> None:
     hub = Instruments()
     hub.add(One())
     assert [name for name in EVENTS if getattr(hub, name)] == ["clipped"]
+
+
+def test_meanwhile_nobody_else_sees_a_trial() -> None:
+    seen: dict[str, list[Any]] = {"first": [], "process": [], "trial": []}
+
+    class Seen(Instrument):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def logged(self, accelerator: Accelerator, values: Mapping[str, Any], step: int | None) -> None:
+            seen[self.name].append(step)
+
+    process = Seen("process")
+    PROCESS.add(process)
+    try:
+        accelerator = Accelerator(cpu=True, instruments=[Seen("first")])
+        accelerator.log({}, step=1)
+        with suppress(ValueError), accelerator.instruments.only(Seen("trial")):
+            accelerator.log({}, step=2)
+            raise ValueError("it failed")
+        accelerator.log({}, step=3)
+    finally:
+        PROCESS.remove(process)
+    assert seen == {"first": [1, 3], "process": [1, 3], "trial": [2]}
 
 
 def test_a_copied_accelerator_leaves_its_instruments_behind() -> None:

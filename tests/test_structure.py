@@ -35,6 +35,15 @@ def test_no_function_has_more_than_15_branches() -> None:
     assert not too_many, "\n".join(too_many)
 
 
+def test_a_class_name_says_which_class_it_is() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """Walk a function's nodes without those of functions and classes inside of it."""
     for node in ast.iter_child_nodes(function):

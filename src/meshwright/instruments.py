@@ -11,6 +11,7 @@ An instrument observes. What changes a step is a part of the engine: see `StepTr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -159,6 +160,18 @@ class Instruments:
         """Call this one no more."""
         self._own = tuple(each for each in self._own if each is not instrument)
         self._resolve()
+
+    @contextmanager
+    def only(self, *instruments: Instrument) -> Iterator[None]:
+        """Let nobody but these see the Accelerator meanwhile: what runs is a trial, and no part of the training."""
+        own, below = self._own, self._below
+        self._own, self._below = instruments, None
+        self._resolve()
+        try:
+            yield
+        finally:
+            self._own, self._below = own, below
+            self._resolve()
 
     def attach(self, accelerator: Accelerator) -> None:
         """Let `attached` be called for an Accelerator that is complete; those added later are called when added."""

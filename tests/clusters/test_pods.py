@@ -12,7 +12,7 @@ import yaml
 
 from meshwright.config.launch.settings import LaunchSettings
 from meshwright.errors import REQUEUE_EXIT_CODE
-from meshwright.tools.clusters.job import Job, text_of
+from meshwright.tools.clusters.job import ClusterJob, text_of
 from meshwright.tools.clusters.kubernetes import documents
 from tests.clusters.machines import ACCELERATE, Machine, Running, machines, until, why_not
 from tests.timing import limit
@@ -32,7 +32,7 @@ def pods(tmp_path: Path) -> Iterator[list[Machine]]:
 def container() -> dict[str, Any]:
     """Return the container of the manifest that a launch on two machines prints."""
     flags = {"kubernetes": True, "dry_run": True, "image": "train", "job_name": "train", "cpu": True, "num_machines": 2}
-    job = Job.from_settings(LaunchSettings.resolve(flags, None), (str(TRAINING),))
+    job = ClusterJob.from_settings(LaunchSettings.resolve(flags, None), (str(TRAINING),))
     (jobset,) = yaml.safe_load_all(text_of(documents(job, "JobSet")))
     (made,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     return dict(made)

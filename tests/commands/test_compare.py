@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.compare.records import Run
+from meshwright.tools.compare.records import ComparedRun
 from meshwright.tools.compare.runs import Runner, Side, our_side, published_side
 from meshwright.tools.compare.verdict import first_difference
 from tests.launching import environment
@@ -96,7 +96,7 @@ def test_an_equal_script_is_equal_on_one_process_and_on_two(script: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, Run]]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, ComparedRun]]:
     folder = tmp_path_factory.mktemp("compared")
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     (folder / "runs").mkdir()
@@ -106,9 +106,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, R
         yield runner, run(runner, published_side(REFERENCE, ())[0])
 
 
-def run(runner: Runner, side: Side) -> Run:
+def run(runner: Runner, side: Side) -> ComparedRun:
     *_, recorded = runner.run(side, 1)
-    assert isinstance(recorded, Run)
+    assert isinstance(recorded, ComparedRun)
     return recorded
 
 
@@ -120,7 +120,7 @@ def run(runner: Runner, side: Side) -> Run:
     ],
 )  # fmt: skip
 def test_a_change_is_found_at_its_step(
-    changed: str, what: str, theirs: tuple[Runner, Run], monkeypatch: pytest.MonkeyPatch
+    changed: str, what: str, theirs: tuple[Runner, ComparedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHANGED", changed)
     found = first_difference(theirs[1], run(theirs[0], our_side(())))

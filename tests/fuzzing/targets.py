@@ -32,7 +32,7 @@ from meshwright.errors import InvalidDataError
 from meshwright.inference.offload.weights import SafetensorsFile
 from meshwright.launch.machines import preflight
 from meshwright.runtime.membership.events import Event, Note
-from meshwright.tools.report.runs.reading import Run, describe_lost
+from meshwright.tools.report.runs.reading import RunRecords, describe_lost
 from meshwright.untrusted import build, parse_json, parse_yaml
 
 from .mutating import damaged, program
@@ -204,7 +204,7 @@ def _read_index(path: Path) -> object:
 
 
 def _read_run(path: Path) -> object:
-    run = Run(path)
+    run = RunRecords(path)
     run.update()
     return [series.points() for series in run.scalars.values()], describe_lost(run), run.state(), run.seconds
 
@@ -228,8 +228,8 @@ def _events() -> list[bytes]:
 
 
 def _reports() -> list[bytes]:
-    report = preflight.Report(machine_rank=1, num_machines=2, processes_here=8, host="node-1", nonce="ab")
-    return [json.dumps(asdict(report)).encode(), json.dumps(asdict(preflight.Answer(challenge="00"))).encode()]
+    report = preflight.MachineReport(machine_rank=1, num_machines=2, processes_here=8, host="node-1", nonce="ab")
+    return [json.dumps(asdict(report)).encode(), json.dumps(asdict(preflight.PreflightReply(challenge="00"))).encode()]
 
 
 def _message_of(*kinds: type) -> Callable[[bytes], object]:
@@ -248,7 +248,7 @@ def _message_of(*kinds: type) -> Callable[[bytes], object]:
 TARGETS = {
     "run": Target(_of_file("metrics.jsonl", _read_run), _run_files),
     "event": Target(_message_of(Event, Note, int), _events),
-    "report": Target(_message_of(preflight.Report, preflight.Proof, preflight.Answer), _reports),
+    "report": Target(_message_of(preflight.MachineReport, preflight.Proof, preflight.PreflightReply), _reports),
     "table": Target(_read_table, _tables, program),
     "program": Target(_read_program, _programs, program),
     "torch": Target(_of_file("x.bin", codec.read), _torch_files),

@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.launch.settings import LaunchSettings
 from meshwright.launch import plan as planning
 from meshwright.launch.machines.cluster import Cluster
-from meshwright.launch.plan import Plan, make_plan, worker_command
+from meshwright.launch.plan import LaunchPlan, make_plan, worker_command
 from meshwright.launch.processes.run import _export_flags
 from tests.recorded_machines import on_machine
 
@@ -23,7 +23,7 @@ def four_cores_and_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def plan(cluster: Cluster | None = None, **flags: Any) -> Plan:
+def plan(cluster: Cluster | None = None, **flags: Any) -> LaunchPlan:
     return make_plan(LaunchSettings.resolve(flags, None), ["train.py", "--lr", "1"], cluster)
 
 

@@ -13,7 +13,7 @@ from meshwright.commands.env import env_command, env_command_parser
 from meshwright.config.launch.settings import LaunchSettings
 from meshwright.launch.devices import count_accelerators
 from meshwright.launch.machines.cluster import find_cluster
-from meshwright.launch.plan import Plan, make_plan
+from meshwright.launch.plan import LaunchPlan, make_plan
 from meshwright.runtime.devices import affinity, device
 from meshwright.runtime.devices.hardware import check_cuda_p2p_ib_support, get_gpu_info
 from meshwright.runtime.devices.machine import parse_cpu_list
@@ -31,7 +31,7 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[RecordedMachine]:
         yield machine
 
 
-def plan(**flags: Any) -> Plan:
+def plan(**flags: Any) -> LaunchPlan:
     return make_plan(LaunchSettings.resolve(flags, None), ["train.py"], find_cluster())
 
 

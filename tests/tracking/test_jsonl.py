@@ -16,7 +16,7 @@ import torch
 
 from meshwright import Accelerator
 from meshwright.tracking import JSONLTracker
-from meshwright.tracking.writer import Record
+from meshwright.tracking.writer import LoggedRecord
 from tests.timing import limit
 
 
@@ -143,7 +143,7 @@ def test_a_disk_that_takes_a_part_stores_every_record_once_when_there_is_room(tm
     out, into = os.pipe()  # takes 64 KiB, and then refuses
     os.set_blocking(into, False)
     os.dup2(into, tracker._file)
-    waiting = deque(Record({"text": "x" * 3000, "step": step}, step, {}) for step in range(40))
+    waiting = deque(LoggedRecord({"text": "x" * 3000, "step": step}, step, {}) for step in range(40))
     with pytest.raises(BlockingIOError):
         tracker.log_all(waiting)
     assert 0 < len(waiting) < 40

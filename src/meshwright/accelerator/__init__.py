@@ -687,9 +687,9 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
             max_norm: The largest norm of gradients; None does not clip.
             sequence_dim: The dimension in which tensors of a batch are cut along `cp` or `sp`.
         """
-        from ..tools.verify.model import Training
+        from ..tools.verify.model import VerifiedTraining
 
-        return Training(make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim).verify(self)
+        return VerifiedTraining(make_model, batches, loss_fn, make_optimizer, max_norm, sequence_dim).verify(self)
 
     @contextmanager
     def _shares(self, num_items: int | Tensor | None, own_passes: list[bool]) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -334,7 +334,7 @@ class CheckpointMethods(ProcessMethods):
                 f"Start it with `{program_name()} launch`, or set MESHWRIGHT_MEMORY_COPIES_DIR to a folder of the run.",
             )
         self._copies = self.checkpointer.make_copies(every, Path(folder), lambda: self.scaler)
-        self.gradient_state.between_batches = self._copies.between_batches
+        self.instruments.add(self._copies)
 
     def _recall(
         self, place: CheckpointLocation | None, load_kwargs: dict[str, Any] | None = None, **_: Any
@@ -417,9 +417,9 @@ class CheckpointMethods(ProcessMethods):
 
     def _trace_backward(self) -> None:
         """Note every backward pass, for `meshwright check --resume`."""
-        from ..checkpoint.trace import Trace
+        from ..checkpoint.trace import ResumeTrace
 
-        trace = self.checkpointer.trace = Trace.from_environment(self.process_index)
+        trace = self.checkpointer.trace = ResumeTrace.from_environment(self.process_index)
         self.checkpointer.register(trace)
         self.instruments.add(trace)
 

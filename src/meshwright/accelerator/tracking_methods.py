@@ -121,13 +121,13 @@ class TrackingMethods(ProcessMethods):
         Raises:
             ValueError: if it runs already, and is given other arguments.
         """
-        from ..tools.meter.meter import Meter, Options, Place
+        from ..tools.meter.meter import Meter, MeteredRun, Options
 
         options = Options(
             tokens=tokens, steps=steps, flops_per_sample=flops_per_sample, peak_flops=peak_flops, log_every=log_every
         )
         if self._meter is None:
-            place = Place(
+            place = MeteredRun(
                 device=self.device,
                 world_size=lambda: self.num_processes,
                 share=self._share_of_samples,

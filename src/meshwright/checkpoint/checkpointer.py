@@ -53,7 +53,7 @@ from .parts.transfer import DerivedRandomPart, pack, unpack
 from .preemption import Preemption
 from .storage.remote import RemoteStore
 from .storage.store import Found, LocalStore, Store
-from .trace import Trace
+from .trace import ResumeTrace
 
 if TYPE_CHECKING:
     from ..tracking.trackers import Trackers
@@ -104,7 +104,7 @@ class Checkpointer:
         self._warned_target = self._warned_other_target = False
         self.copies: MemoryCopies | None = None
         """The copies in host memory, if they are asked for."""
-        self.trace: Trace | None = None
+        self.trace: ResumeTrace | None = None
         """The trace of a run that is being verified. Its checkpoints go to the folder of the trace."""
 
     # --- parts ----------------------------------------------------------------------------------------------------

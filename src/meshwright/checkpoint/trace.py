@@ -28,7 +28,7 @@ FIELDS = {
 """The recorded fields, in the order in which a difference appears."""
 
 
-class Trace(Instrument):
+class ResumeTrace(Instrument):
     """The trace of one rank. Its position is part of the checkpoint, so that a resumed run continues the count."""
 
     def __init__(self, folder: Path, rank: int, last: int, kill_at: int | None) -> None:
@@ -39,7 +39,7 @@ class Trace(Instrument):
         self._kill_at = kill_at
 
     @classmethod
-    def from_environment(cls, rank: int) -> Trace:
+    def from_environment(cls, rank: int) -> ResumeTrace:
         """Create the trace that the environment variables of `meshwright check --resume` request."""
         kill_at = read(KILL_AT)
         return cls(Path(read(TRACE_FOLDER) or "."), rank, int(read(LAST) or 0), int(kill_at) if kill_at else None)
@@ -82,7 +82,7 @@ class Trace(Instrument):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TraceDifference:
     """The first difference between a resumed run and an uninterrupted one."""
 
     rank: int
@@ -97,13 +97,13 @@ def read_rows(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
     return {row["n"]: row for row in map(json.loads, lines)}
 
 
-def first_difference(whole: Path, resumed: Path, rank: int, after: int) -> Difference | None:
+def first_difference(whole: Path, resumed: Path, rank: int, after: int) -> TraceDifference | None:
     """Compare the steps after the resume, and return the first that differs."""
     expected, seen = read_rows(whole, rank), read_rows(resumed, rank)
     for step in sorted(number for number in expected if number > after):
         if step not in seen:
-            return Difference(rank=rank, step=step, fields=("the step itself, which never came",))
+            return TraceDifference(rank=rank, step=step, fields=("the step itself, which never came",))
         differing = tuple(text for name, text in FIELDS.items() if expected[step][name] != seen[step][name])
         if differing:
-            return Difference(rank=rank, step=step, fields=differing)
+            return TraceDifference(rank=rank, step=step, fields=differing)
     return None

@@ -20,9 +20,9 @@ from ..program import program_name
 from ..temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from ..tools.compare.records import Run
+    from ..tools.compare.records import ComparedRun
     from ..tools.compare.runs import Runner, Side
-    from ..tools.compare.verdict import Verdict
+    from ..tools.compare.verdict import ComparisonVerdict
 
 _DESCRIPTION = (
     "Run the first steps of a script under the installed accelerate 1.x and under this library, in turn, and show them "
@@ -103,7 +103,7 @@ def _compare(args: argparse.Namespace) -> int:
     theirs, interpreter = published_side(args.reference, _without_our_options(flags))
     ours = our_side(flags)
     names = theirs.name, ours.name
-    verdicts: list[Verdict] = []
+    verdicts: list[ComparisonVerdict] = []
     on_cpu, torch_version = _machine()
     script = args.training_script
     if not options.get("module"):
@@ -136,14 +136,14 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _all_runs(
     runner: Runner, sides: tuple[Side, Side], numbers: Sequence[int], repeats: int
-) -> Iterator[tuple[int, tuple[list[Run], list[Run]]]]:
+) -> Iterator[tuple[int, tuple[list[ComparedRun], list[ComparedRun]]]]:
     """Run the sides in turn, the first one first in every second round; yield the runs of each number of processes."""
     from ..runtime.loop.progress import progress
 
     total = len(numbers) * repeats * len(sides) * runner.steps
     bar, shown, done = progress(range(total), f"{program_name()} compare"), 0, 0
     for processes in numbers:
-        runs: tuple[list[Run], list[Run]] = ([], [])
+        runs: tuple[list[ComparedRun], list[ComparedRun]] = ([], [])
         for repeat in range(repeats):
             for index in (0, 1) if repeat % 2 == 0 else (1, 0):
                 before = done
@@ -185,7 +185,7 @@ def _machine() -> tuple[bool, str]:
     return not torch.accelerator.is_available(), torch.__version__
 
 
-def _require_packages(runs: tuple[list[Run], list[Run]], names: tuple[str, str]) -> None:
+def _require_packages(runs: tuple[list[ComparedRun], list[ComparedRun]], names: tuple[str, str]) -> None:
     """Raise if a script has imported the other package: then nothing was compared."""
     from ..tools.compare.runs import CannotCompareError
 
@@ -199,14 +199,14 @@ def _require_packages(runs: tuple[list[Run], list[Run]], names: tuple[str, str])
             )
 
 
-def _code(verdict: Verdict) -> int:
+def _code(verdict: ComparisonVerdict) -> int:
     if not verdict.is_known:
         return UNKNOWN
     return EQUAL if verdict.first is None else DIFFERENT
 
 
 def _as_json(
-    args: argparse.Namespace, names: tuple[str, str], verdicts: Sequence[Verdict], code: int
+    args: argparse.Namespace, names: tuple[str, str], verdicts: Sequence[ComparisonVerdict], code: int
 ) -> dict[str, Any]:
     compared = []
     for verdict in verdicts:

@@ -13,8 +13,8 @@ from ..program import program_name
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..inference.estimating.batches import Batch
-    from ..tools.estimate.estimate import Estimate, Spread
+    from ..inference.estimating.batches import ModelArguments
+    from ..tools.estimate.estimate import MemoryEstimate, ProcessLayout
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 DEFAULT_DTYPES = ["float32", "float16", "int8", "int4"]
@@ -106,7 +106,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         print(_as_text(args, model, estimates))
 
 
-def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
+def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[MemoryEstimate]]:
     from dataclasses import replace
 
     from ..inference.estimating.definitions import (
@@ -137,7 +137,7 @@ def _estimates(args: argparse.Namespace) -> tuple[nn.Module, list[Estimate]]:
     return model, [replace(found, left_out=problem or found.left_out) for found in estimates]
 
 
-def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, str | None]:
+def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[ModelArguments | None, str | None]:
     from ..inference.estimating.definitions import NoBatchError, batch_from_function, example_batch
 
     if args.inputs is not None:
@@ -148,23 +148,25 @@ def _batch(args: argparse.Namespace, model: nn.Module) -> tuple[Batch | None, st
         return None, str(error)
 
 
-def _as_given(batch: Batch) -> Any:
+def _as_given(batch: ModelArguments) -> Any:
     """Return a batch in the form that the user's function returned."""
     if batch.kwargs:
         return dict(batch.kwargs)
     return batch.args[0] if len(batch.args) == 1 else batch.args
 
 
-def _spread(args: argparse.Namespace) -> Spread:
-    from ..tools.estimate.estimate import Spread
+def _spread(args: argparse.Namespace) -> ProcessLayout:
+    from ..tools.estimate.estimate import ProcessLayout
 
-    return Spread(processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward)
+    return ProcessLayout(
+        processes=args.num_processes, fsdp=args.fsdp, reshard_after_forward=not args.no_reshard_after_forward
+    )
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> dict[str, Any]:
+def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[MemoryEstimate]) -> dict[str, Any]:
     from dataclasses import asdict
 
     rows = []
@@ -188,7 +190,7 @@ def _as_data(args: argparse.Namespace, model: nn.Module, estimates: list[Estimat
     }
 
 
-def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> str:
+def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[MemoryEstimate]) -> str:
     parameters = sum(param.numel() for param in model.parameters())
     per = " per process" if args.num_processes > 1 else ""
     parts = [
@@ -204,7 +206,7 @@ def _as_text(args: argparse.Namespace, model: nn.Module, estimates: list[Estimat
     return "\n\n".join(parts)
 
 
-def _inference_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple[list[str], list[list[str]]]:
+def _inference_rows(args: argparse.Namespace, estimates: list[MemoryEstimate]) -> tuple[list[str], list[list[str]]]:
     gathers = any(found.inference.gathered for found in estimates)
     headers = ["dtype", "largest layer", "weights", *(["gathered"] if gathers else []), "forward pass", "total"]
     rows = []
@@ -216,7 +218,7 @@ def _inference_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tupl
     return headers, rows
 
 
-def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple[list[str], list[list[str]]]:
+def _training_rows(args: argparse.Namespace, estimates: list[MemoryEstimate]) -> tuple[list[str], list[list[str]]]:
     trained = [(found, found.training) for found in estimates if found.training is not None]
     copies = any(part.copies for _, part in trained)
     talks = args.num_processes > 1
@@ -232,7 +234,7 @@ def _training_rows(args: argparse.Namespace, estimates: list[Estimate]) -> tuple
     return [*headers, "temporaries", "total", "peak in"], rows
 
 
-def _levers(found: Estimate) -> str:
+def _levers(found: MemoryEstimate) -> str:
     """Return a table of the levers that were traced, those that save most first, and why others are not possible."""
     rows = [
         [lever.line, _size(lever.training.total), _saved(lever.saves), lever.training.peak_in]
@@ -249,7 +251,7 @@ def _saved(size: int) -> str:
     return _size(size) if size >= 0 else f"-{_size(-size)}"
 
 
-def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
+def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[MemoryEstimate]) -> list[str]:
     name = estimates[0].largest_layer_name or type(model).__name__
     return [
         *_activation_notes(args, estimates),
@@ -260,7 +262,7 @@ def _notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]
     ]
 
 
-def _activation_notes(args: argparse.Namespace, estimates: list[Estimate]) -> list[str]:
+def _activation_notes(args: argparse.Namespace, estimates: list[MemoryEstimate]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for found in estimates:
         if found.left_out is not None:
@@ -280,19 +282,19 @@ def _activation_notes(args: argparse.Namespace, estimates: list[Estimate]) -> li
     return notes
 
 
-def _guess_notes(estimates: list[Estimate]) -> list[str]:
+def _guess_notes(estimates: list[MemoryEstimate]) -> list[str]:
     guesses = dict.fromkeys(guess for found in estimates for guess in found.guesses)
     return [f"{guess}, and got one that stands for it." for guess in guesses]
 
 
-def _mixed_precision_notes(estimates: list[Estimate]) -> list[str]:
+def _mixed_precision_notes(estimates: list[MemoryEstimate]) -> list[str]:
     mixed = [f.dtype for f in estimates if f.training is not None and f.training.stored_in != f.training.computed_in]
     if not mixed:
         return []
     return [f"{' and '.join(mixed)}: mixed precision: in training weights, gradients and Adam's averages are float32."]
 
 
-def _quantization_notes(args: argparse.Namespace, model: nn.Module, estimates: list[Estimate]) -> list[str]:
+def _quantization_notes(args: argparse.Namespace, model: nn.Module, estimates: list[MemoryEstimate]) -> list[str]:
     from ..inference.quantized import layers_to_convert
 
     quantized = [found.dtype for found in estimates if found.training is None]

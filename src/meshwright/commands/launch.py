@@ -83,11 +83,11 @@ def _launch(args: argparse.Namespace, *, replace_process: bool) -> None:
 
 def _print_manifest(settings: LaunchSettings, script: Sequence[str]) -> None:
     from ..launch.console import notify
-    from ..tools.clusters.job import Job, text_of
+    from ..tools.clusters.job import ClusterJob, text_of
     from ..tools.clusters.kubernetes import documents
     from ..tools.clusters.skypilot import task
 
-    job = Job.from_settings(settings, script)
+    job = ClusterJob.from_settings(settings, script)
     for remark in settings.without_effect():
         notify(remark)
     if settings.resolved["skypilot"].value:

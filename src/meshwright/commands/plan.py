@@ -20,7 +20,7 @@ from ..temporary import temporary_folder
 
 if TYPE_CHECKING:
     from ..tools.plan.result import Plan
-    from ..tools.plan.timing.devices import Catalogue, Cluster
+    from ..tools.plan.timing.devices import Catalogue, DeviceCluster
 
 FITS_NOT, NOT_PLANNED = 1, 2
 """Exit codes: the run does not fit on the devices; nothing could be planned."""
@@ -166,7 +166,7 @@ def _write_files(folder: str | None, plan: Plan) -> None:
         Path(folder, f"{number}.yaml").write_text(candidate.yaml, encoding="utf-8")
 
 
-def _cluster(args: argparse.Namespace) -> tuple[Cluster | None, Catalogue | None]:
+def _cluster(args: argparse.Namespace) -> tuple[DeviceCluster | None, Catalogue | None]:
     """Return the devices that the user named, and all that are known; None and None on the CPU of this machine."""
     from ..tools.plan.timing.devices import DEVICES, load
 

@@ -35,7 +35,7 @@ def prepare_pippy(
     from ..parallel.pipeline.stages import StageView, prune_to_stages
     from ..parallel.pipeline.tracing import MetaModel, partition_by_use
 
-    class Inference(Pipeline):
+    class InferencePipeline(Pipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             outputs = self.evaluate(*args, **kwargs)
             return self.broadcast_from_last(outputs) if gather_output else outputs
@@ -54,6 +54,6 @@ def prepare_pippy(
     config = PipelineConfig(schedule="gpipe", microbatches=num_chunks or size)
     group = dist.group.WORLD
     assert group is not None
-    model.forward = Inference([view], partition, meta_model, config, group, state.device)
+    model.forward = InferencePipeline([view], partition, meta_model, config, group, state.device)
     model.hf_split_points = starts  # type: ignore[assignment]
     return model

@@ -13,7 +13,7 @@ from ..config.launch.settings import DEFAULT, LaunchSettings
 from ..config.origins import ORIGINS_VARIABLE
 from ..errors import UnsupportedSettingError
 from ..program import program_name
-from .plan import Plan, worker_command
+from .plan import LaunchPlan, worker_command
 
 _METHODS = {
     "exec": "the script replaces this process",
@@ -24,7 +24,7 @@ _METHODS = {
 }
 
 
-def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, remarks: Sequence[str]) -> str:
+def explain(settings: LaunchSettings, plan: LaunchPlan, config: ConfigFile | None, remarks: Sequence[str]) -> str:
     """Describe what a launch would do, and why."""
     sections = [
         _table("settings", _effective(settings, plan)),
@@ -44,7 +44,7 @@ def explain(settings: LaunchSettings, plan: Plan, config: ConfigFile | None, rem
     return "\n\n".join(sections)
 
 
-def _effective(settings: LaunchSettings, plan: Plan) -> list[tuple[str, str, str]]:
+def _effective(settings: LaunchSettings, plan: LaunchPlan) -> list[tuple[str, str, str]]:
     decided = {
         "num_processes": plan.num_processes,
         "num_machines": plan.num_machines,
@@ -64,7 +64,7 @@ def _effective(settings: LaunchSettings, plan: Plan) -> list[tuple[str, str, str
     return rows
 
 
-def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) -> list[tuple[str, str, str]]:
+def _plan_rows(settings: LaunchSettings, plan: LaunchPlan, config: ConfigFile | None) -> list[tuple[str, str, str]]:
     steps = (settings.gradient_accumulation_steps or 1) * _micro_batches(settings)
     shares = max(1, plan.num_processes // _processes_per_sample(settings))
     who = "processes" if shares == plan.num_processes else "groups of processes with the same samples"
@@ -85,7 +85,7 @@ def _plan_rows(settings: LaunchSettings, plan: Plan, config: ConfigFile | None) 
     ]
 
 
-def _processes(settings: LaunchSettings, plan: Plan) -> str:
+def _processes(settings: LaunchSettings, plan: LaunchPlan) -> str:
     if plan.method != "ray":
         return f"{plan.num_machines} machine(s) x {plan.processes_here} = {plan.num_processes}"
     if settings.num_processes is None:
@@ -110,7 +110,7 @@ def _micro_batches(settings: LaunchSettings) -> int:
     return int(settings.resolved["megatron_lm_num_micro_batches"].value or 1) if used else 1
 
 
-def _variables(plan: Plan) -> list[tuple[str, str, str]]:
+def _variables(plan: LaunchPlan) -> list[tuple[str, str, str]]:
     return [
         (name, value, "replaces what the shell has" if read(name) not in (None, value) else "")
         for name, value in sorted(plan.variables.items())

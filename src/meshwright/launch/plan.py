@@ -24,7 +24,7 @@ DEFAULT_MASTER_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What one launcher will do."""
 
     method: str
@@ -57,12 +57,12 @@ class Plan:
         """Processes on all machines together."""
         return self.processes_here * self.num_machines
 
-    def on_another_port(self) -> Plan:
+    def on_another_port(self) -> LaunchPlan:
         """Return the same plan with another free port."""
         return replace(self, port=get_free_port())
 
 
-def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> Plan:
+def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster | None) -> LaunchPlan:
     """Resolve everything that the settings leave open."""
     if settings.ray:
         return _plan_on_ray(settings, script)
@@ -91,7 +91,7 @@ def make_plan(settings: LaunchSettings, script: Sequence[str], cluster: Cluster 
     variables[ORIGINS_VARIABLE] = _origins_of_settings(settings)
     notes += _notes_on_debug_rank(settings, method, here * machines) + _notes_on_num_processes(settings, cluster)
     is_head = cluster is not None and cluster.is_head
-    return Plan(
+    return LaunchPlan(
         method=method,
         script=tuple(script),
         processes_here=here,
@@ -119,7 +119,7 @@ def _is_elastic(settings: LaunchSettings, cluster: Cluster | None) -> bool:
     return in_cluster and not _is_explicit(settings, "num_machines")
 
 
-def _plan_on_ray(settings: LaunchSettings, script: Sequence[str]) -> Plan:
+def _plan_on_ray(settings: LaunchSettings, script: Sequence[str]) -> LaunchPlan:
     """Return the plan of a launch on a Ray cluster, which chooses nodes, devices and ports."""
     refuse_on_ray(settings)
     variables = settings.child_variables()
@@ -127,7 +127,7 @@ def _plan_on_ray(settings: LaunchSettings, script: Sequence[str]) -> Plan:
         variables["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
     variables[ORIGINS_VARIABLE] = _origins_of_settings(settings)
     given = settings.num_processes is not None
-    return Plan(
+    return LaunchPlan(
         method="ray",
         script=tuple(script),
         processes_here=settings.num_processes or 1,

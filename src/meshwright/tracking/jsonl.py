@@ -40,7 +40,7 @@ from .general import GeneralTracker, on_main_process
 from .values import StepCounter, plain
 
 if TYPE_CHECKING:
-    from .writer import Record
+    from .writer import LoggedRecord
 
 FILE_NAME = "metrics.jsonl"
 _SECONDS_BETWEEN_SAMPLES = 1.0
@@ -152,7 +152,7 @@ class JSONLTracker(GeneralTracker):
         self._sample(step)
 
     @on_main_process
-    def log_all(self, records: deque[Record]) -> None:
+    def log_all(self, records: deque[LoggedRecord]) -> None:
         """Write records with one system call, and remove the written ones from the queue."""
         number, lines = self._number.next, []
         for record in records:

@@ -21,7 +21,7 @@ from .general import BlankTracker, GeneralTracker
 from .reducing import reduced
 from .registry import class_named, filter_trackers
 from .values import StepCounter
-from .writer import Record, Writer
+from .writer import LoggedRecord, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Trackers:
         if self._writers:
             if log_kwargs:
                 self._warn_about_unknown(log_kwargs, "log_kwargs")
-            record = Record(_copied(values) | _straggler_metrics() | self.extra_values(), step, dict(log_kwargs))
+            record = LoggedRecord(_copied(values) | _straggler_metrics() | self.extra_values(), step, dict(log_kwargs))
             for writer in self._writers:
                 writer.put(record)
 

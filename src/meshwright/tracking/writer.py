@@ -48,7 +48,7 @@ PERMANENT_ERRORS = (
 # for a tracker that is disabled or being retried: that one recovers or is disabled within seconds.
 
 
-class Record:
+class LoggedRecord:
     """The values of one call of `log`; tensors on an accelerator are converted to numbers on first read."""
 
     __slots__ = ("_materialized", "_values", "mark", "options", "step", "time")
@@ -96,8 +96,8 @@ class Writer:
         self._reported = False
         self._is_failing = False
         self._warned_of_wait = False
-        self._queue: deque[Record] = deque()
-        self._in_flight: deque[Record] = deque()
+        self._queue: deque[LoggedRecord] = deque()
+        self._in_flight: deque[LoggedRecord] = deque()
         """The records that the thread is writing; each is removed when the tracker has stored it."""
         self._condition = threading.Condition()
         self._flush_requested = False
@@ -148,7 +148,7 @@ class Writer:
         """Return the identity of the run for a checkpoint, and mark the checkpoint in the run if the tracker can."""
         identity = self.run()
         if identity and hasattr(self.tracker, "mark_checkpoint"):
-            self.put(Record({}, None, {}, mark=mark))
+            self.put(LoggedRecord({}, None, {}, mark=mark))
             identity["mark"] = mark
         return identity
 
@@ -170,7 +170,7 @@ class Writer:
         except Exception as error:
             self._disable(error, "could not start again")
 
-    def put(self, record: Record) -> None:
+    def put(self, record: LoggedRecord) -> None:
         """Enqueue a record. It may wait or be dropped, see [Note: who waits]."""
         self._got_records = True
         if self._thread is None:
@@ -267,7 +267,7 @@ class Writer:
     def _batch_is_ready(self) -> bool:
         return self._flush_requested or self._is_closing or len(self._queue) >= MAX_BACKLOG // 2
 
-    def _flush(self, records: deque[Record]) -> None:
+    def _flush(self, records: deque[LoggedRecord]) -> None:
         """Write all records to the tracker, in one batch if it supports that."""
         take = _batch_log_of(self.tracker) or self._log_one
         pauses = iter(RETRY_DELAYS)
@@ -296,7 +296,7 @@ class Writer:
                 records.clear()
                 self._queue.clear()
 
-    def _log_one(self, records: deque[Record]) -> None:
+    def _log_one(self, records: deque[LoggedRecord]) -> None:
         record = records[0]
         if record.mark:
             self.tracker.mark_checkpoint(record.mark)  # type: ignore[attr-defined]
@@ -337,7 +337,7 @@ class Writer:
         logger.warning("[rank %d] the tracker %r %s.", rank_of_this_process(), self.name, what.removesuffix("."))
 
 
-def _batch_log_of(tracker: GeneralTracker) -> Callable[[deque[Record]], None] | None:
+def _batch_log_of(tracker: GeneralTracker) -> Callable[[deque[LoggedRecord]], None] | None:
     """Return `log_all` of the tracker, unless a subclass or the object overrides `log`."""
     owner = next((c for c in type(tracker).__mro__ if {"log", "log_all"} & vars(c).keys()), object)
     if "log_all" not in vars(owner) or "log" in getattr(tracker, "__dict__", ()):

@@ -29,7 +29,7 @@ _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine) if hasattr(o
 
 
 @dataclass(frozen=True)
-class Report:
+class ProcessReport:
     """Where a process is, and for how long."""
 
     rank: int
@@ -90,7 +90,7 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes, rank: int) -> Report:
+    def from_json(cls, text: str | bytes, rank: int) -> ProcessReport:
         """Read the report of another process; raise InvalidDataError unless it is of that rank."""
         what = f"the report of rank {rank}"
         report = build(cls, parse_json(text, what), what)
@@ -145,7 +145,7 @@ class Observer:
         place = place_of(self.thread.ident or 0)
         return place is not None and self._report(place, lost_peer=False).is_waiting
 
-    def report(self) -> Report:
+    def report(self) -> ProcessReport:
         """Return where the thread is now."""
         error = self.lost_peer_error  # read once: the thread may set it meanwhile
         lost_peer = error is not None
@@ -158,10 +158,10 @@ class Observer:
         recorded = outstanding_collectives()
         return replace(report, flight_record=recorded[-1].describe() if recorded else "")
 
-    def _report(self, place: Place, lost_peer: bool) -> Report:
+    def _report(self, place: Place, lost_peer: bool) -> ProcessReport:
         now = time.monotonic()
         oldest = _oldest_outstanding()
-        return Report(
+        return ProcessReport(
             rank=self.rank,
             place=place if oldest is None or lost_peer else _place_of(oldest, place),
             stalled_seconds=now - self._last_progress,

@@ -35,7 +35,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ModelTensor:
     """A tensor of the model, as all processes know it."""
 
     form: Form
@@ -82,7 +82,7 @@ class _Survey:
 class _Plan:
     """What is gathered and made, in order."""
 
-    entries: dict[str, _Entry]
+    entries: dict[str, _ModelTensor]
     groups: tuple[_Group, ...]
     layers: tuple[tuple[int, int], ...]
     """For each layer, its first group and the one after its last."""
@@ -240,7 +240,7 @@ class Weights:
         return _Survey(source, entries, source.tied(), recipes)
 
     def _make_plan(
-        self, model: nn.Module, known: dict[str, _Entry], ties: list[list[str]], recipes: dict[str, Recipe]
+        self, model: nn.Module, known: dict[str, _ModelTensor], ties: list[list[str]], recipes: dict[str, Recipe]
     ) -> _Plan:
         if self.is_adapter:
             units = [Unit((name,), renamed(name)) for name in recipes]
@@ -249,19 +249,19 @@ class Weights:
             units = units_of(base, without_ties(base, without_ignored(base, recipes), _clean_ties(ties, recipes)))
         return _ordered(known, [self._group(unit, recipes, known) for unit in units])
 
-    def _joined(self, survey: _Survey) -> tuple[dict[str, _Entry], list[list[str]], dict[str, Recipe]]:
+    def _joined(self, survey: _Survey) -> tuple[dict[str, _ModelTensor], list[list[str]], dict[str, Recipe]]:
         """Return the tensors of all stages of a pipeline, in the order of the model, and what is known of them."""
         own = {name: (entry.form, entry.ranks) for name, entry in survey.entries.items()}
         if self._stages is None:
-            entries = {name: _Entry(form, None, ranks) for name, (form, ranks) in own.items()}
+            entries = {name: _ModelTensor(form, None, ranks) for name, (form, ranks) in own.items()}
             return entries, survey.ties, survey.recipes
         contents: list[Any] = [None] * len(self._stages.rows)
         dist.all_gather_object(contents, (own, survey.ties, survey.recipes), group=self._stages.group)
-        found: dict[str, _Entry] = {}
+        found: dict[str, _ModelTensor] = {}
         all_recipes: dict[str, Recipe] = {}
         for stage, (theirs, _, some) in enumerate(contents):
             for name, (form, ranks) in theirs.items():
-                found.setdefault(name, _Entry(form, stage, ranks))  # the first owner sends what several have
+                found.setdefault(name, _ModelTensor(form, stage, ranks))  # the first owner sends what several have
             all_recipes = {**some, **all_recipes}
         order = {name: place for place, name in enumerate(survey.source.names)}
         last = len(order)
@@ -270,7 +270,7 @@ class Weights:
         by_place = sorted(all_recipes.items(), key=lambda item: min(places[name] for name in item[1].inputs))
         return ordered, [group for _, some_ties, _ in contents for group in some_ties], dict(by_place)
 
-    def _group(self, unit: Unit, recipes: dict[str, Recipe], known: dict[str, _Entry]) -> _Group:
+    def _group(self, unit: Unit, recipes: dict[str, Recipe], known: dict[str, _ModelTensor]) -> _Group:
         """Return a unit with its recipes, and with what it makes: found by making it of empty tensors."""
         chosen = tuple(recipes[name] for name in unit.members)
         made = _Group(unit, chosen, ())
@@ -341,7 +341,7 @@ def _described(form: Form) -> str:
     return f"{list(form.shape)} of {form.dtype}"
 
 
-def _ordered(known: dict[str, _Entry], groups: list[_Group]) -> _Plan:
+def _ordered(known: dict[str, _ModelTensor], groups: list[_Group]) -> _Plan:
     """Return a plan in the order in which engines take weights: layer by layer."""
     groups = [group for group in groups if group.metas]
     layers = grouped_by_layer([group.metas[0].name for group in groups])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.inference.estimating.batches import Batch
+from meshwright.inference.estimating.batches import ModelArguments
 from meshwright.inference.estimating.sizes import Sizes, blocks_of
 from tests.parallel.small_transformer import Transformer
 
@@ -79,11 +79,11 @@ def test_blocks_may_be_named_by_the_model_and_need_not_exist() -> None:
 @pytest.mark.parametrize(
     ("value", "batch"),
     [
-        ((1, 2), Batch(args=(1, 2))),
-        ([1], Batch(args=(1,))),
-        ({"x": 1}, Batch(kwargs={"x": 1})),
-        ("one", Batch(args=("one",))),
+        ((1, 2), ModelArguments(args=(1, 2))),
+        ([1], ModelArguments(args=(1,))),
+        ({"x": 1}, ModelArguments(kwargs={"x": 1})),
+        ("one", ModelArguments(args=("one",))),
     ],
 )
-def test_what_a_function_returned_becomes_the_arguments_of_a_call(value: Any, batch: Batch) -> None:
-    assert Batch.of(value) == batch == Batch.of(batch)
+def test_what_a_function_returned_becomes_the_arguments_of_a_call(value: Any, batch: ModelArguments) -> None:
+    assert ModelArguments.of(value) == batch == ModelArguments.of(batch)

@@ -13,7 +13,7 @@ import yaml
 from meshwright.config.launch.settings import LaunchSettings
 from meshwright.errors import LaunchError
 from meshwright.launch.machines.pods import find_pod
-from meshwright.launch.plan import Plan, make_plan
+from meshwright.launch.plan import LaunchPlan, make_plan
 
 KINDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("pods.yaml").read_text())
 PODS = [pytest.param(pod, id=f"{kind}, {pod['host']}") for kind, entry in KINDS.items() for pod in entry["pods"]]
@@ -54,7 +54,7 @@ def settings_of(**flags: object) -> LaunchSettings:
     return LaunchSettings.resolve({"cpu": True, **flags}, None)
 
 
-def plan_of(**flags: object) -> Plan:
+def plan_of(**flags: object) -> LaunchPlan:
     settings = settings_of(**flags)
     return make_plan(settings, ("train.py",), find_pod(settings))
 

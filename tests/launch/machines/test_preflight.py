@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch.machines import preflight
-from meshwright.launch.machines.preflight import Report, check_port, check_reachable, wait_for_all_machines
+from meshwright.launch.machines.preflight import MachineReport, check_port, check_reachable, wait_for_all_machines
 from meshwright.runtime.group import network
 from tests.clusters.machines import until
 from tests.ranks.pool import free_port
@@ -68,13 +68,15 @@ def call(port: int) -> Iterator[Call]:
         def check(
             rank: int, machines: int = 2, processes: int = 1, hosts: str | None = None, secret: str = ""
         ) -> Future[None]:
-            report = Report(machine_rank=rank, num_machines=machines, processes_here=processes, host=f"host{rank}")
+            report = MachineReport(
+                machine_rank=rank, num_machines=machines, processes_here=processes, host=f"host{rank}"
+            )
             return threads.submit(wait_for_all_machines, report, "127.0.0.1", port, hosts, secret=secret)
 
         yield check
 
 
-def line_of(report: Report) -> bytes:
+def line_of(report: MachineReport) -> bytes:
     return json.dumps(asdict(report)).encode() + b"\n"
 
 
@@ -111,7 +113,7 @@ def test_a_disagreement_ends_all_machines(
 ) -> None:
     first, second = call(0, machines=3), call(1, machines=3)
     wait_for_output("present: 0 (host0), 1 (host1).")
-    third = Report(
+    third = MachineReport(
         machine_rank=other["rank"],
         num_machines=other.get("machines", 3),
         processes_here=other.get("processes", 1),
@@ -201,7 +203,7 @@ def test_machines_that_know_the_secret_go_on_and_a_stranger_cannot_end_them(
 ) -> None:
     first = call(0, machines=3, secret="s3cret")
     second = call(1, machines=3, secret="s3cret")
-    conflict = Report(machine_rank=1, num_machines=4, processes_here=1, host="evil")
+    conflict = MachineReport(machine_rank=1, num_machines=4, processes_here=1, host="evil")
     with send_line(port, line_of(conflict)) as link:
         assert "Machine 0 was started with MESHWRIGHT_LAUNCH_SECRET" in link.recv(4096).decode()
     with send_line(port, line_of(replace(conflict, nonce="00"))) as link:
@@ -242,7 +244,7 @@ def test_a_machine_that_disconnected_is_missing_and_may_reconnect(
     call: Call, port: int, wait_for_output: WaitForOutput
 ) -> None:
     first = call(0, machines=3)
-    send_line(port, line_of(Report(machine_rank=1, num_machines=3, processes_here=1, host="gone"))).close()
+    send_line(port, line_of(MachineReport(machine_rank=1, num_machines=3, processes_here=1, host="gone"))).close()
     third = call(2, machines=3)
     wait_for_output("no connection from machine 1; present: 0 (host0), 2 (host2).")
     second = call(1, machines=3)
@@ -259,7 +261,7 @@ def test_a_missing_machine_is_named_as_the_batch_system_names_it(
 
 
 def test_machine_0_with_a_foreign_address_is_reported(port: int, gives_up: None) -> None:
-    own = Report(machine_rank=0, num_machines=2, processes_here=1, host="host0")
+    own = MachineReport(machine_rank=0, num_machines=2, processes_here=1, host="host0")
     with pytest.raises(LaunchError, match=rf"Note that 192.0.2.7:{port} is not an address of this machine"):
         wait_for_all_machines(own, "192.0.2.7", port, None)
 
@@ -328,7 +330,7 @@ def test_something_listens(port: int, address: str) -> None:
 
 
 def test_machines_connect_by_ipv6(port: int) -> None:
-    reports = [Report(machine_rank=rank, num_machines=2, processes_here=1, host="here") for rank in range(2)]
+    reports = [MachineReport(machine_rank=rank, num_machines=2, processes_here=1, host="here") for rank in range(2)]
     with ThreadPoolExecutor() as threads:
         calls = [threads.submit(wait_for_all_machines, report, "::1", port, None) for report in reports]
         assert [answered.result(60) for answered in calls] == [None, None]

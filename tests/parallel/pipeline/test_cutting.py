@@ -17,7 +17,7 @@ from meshwright.parallel.pipeline.cutting import (
     stage_starts,
 )
 from meshwright.parallel.pipeline.stages import StageView, prune_to_stages
-from meshwright.parallel.pipeline.tracing import MetaModel, Trace, partition_by_use
+from meshwright.parallel.pipeline.tracing import ForwardTrace, MetaModel, partition_by_use
 
 from ..small_transformer import LENGTH, VOCABULARY, model
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY
 
 
-def trace_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Partition, Trace]:
+def trace_of(net: nn.Module, starts: list[str], *args: Any, **kwargs: Any) -> tuple[Partition, ForwardTrace]:
     partition = partition_model(net, starts)
     return partition, MetaModel(net, partition, CPU).trace(args, kwargs)
 

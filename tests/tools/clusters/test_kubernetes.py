@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from meshwright.config.launch.settings import LaunchSettings
-from meshwright.tools.clusters.job import Job, text_of
+from meshwright.tools.clusters.job import ClusterJob, text_of
 from meshwright.tools.clusters.kubernetes import documents
 
 GPUS = {"num_machines": 2, "num_processes": 16, "image": "registry.example.org/train:7"}
@@ -19,7 +19,7 @@ GPUS = {"num_machines": 2, "num_processes": 16, "image": "registry.example.org/t
 def manifest(kind: str = "TrainJob", script: tuple[str, ...] = ("train.py", "--lr", "1e-3"), **flags: object) -> Any:
     """Return what the command prints, read again."""
     settings = LaunchSettings.resolve({"kubernetes": True, "dry_run": True, **flags}, None)
-    return list(yaml.safe_load_all(text_of(documents(Job.from_settings(settings, script), kind))))
+    return list(yaml.safe_load_all(text_of(documents(ClusterJob.from_settings(settings, script), kind))))
 
 
 def job_of(document: dict[str, Any]) -> dict[str, Any]:

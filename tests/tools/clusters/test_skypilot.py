@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from meshwright.config.launch.settings import LaunchSettings
-from meshwright.tools.clusters.job import Job, text_of
+from meshwright.tools.clusters.job import ClusterJob, text_of
 from meshwright.tools.clusters.skypilot import task
 
 KEYS = {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
@@ -18,7 +18,9 @@ RESOURCES = {"accelerators", "cpus", "use_spot", "image_id", "job_recovery"}
 
 def made(**flags: object) -> dict[str, Any]:
     settings = LaunchSettings.resolve({"skypilot": True, "dry_run": True, **flags}, None)
-    found: dict[str, Any] = yaml.safe_load(text_of([task(Job.from_settings(settings, ("train.py", "--name", "a b")))]))
+    found: dict[str, Any] = yaml.safe_load(
+        text_of([task(ClusterJob.from_settings(settings, ("train.py", "--name", "a b")))])
+    )
     assert found.keys() <= KEYS
     assert found["resources"].keys() <= RESOURCES
     return found

@@ -8,22 +8,24 @@ from pathlib import Path
 import pytest
 
 from meshwright.tools.compare.causes import KNOWN
-from meshwright.tools.compare.records import End, Rank, Run, Start, Step
-from meshwright.tools.compare.verdict import Verdict, first_difference, judge
+from meshwright.tools.compare.records import ComparedRun, ComparedStep, End, RankRecord, Start
+from meshwright.tools.compare.verdict import ComparisonVerdict, first_difference, judge
 
-STEPS = [Step([f"{1 / n}"], f"{2 / n}", ["0.1"], f"{n:016x}", [(1, 4, n)], 0.01) for n in range(1, 6)]
+STEPS = [ComparedStep([f"{1 / n}"], f"{2 / n}", ["0.1"], f"{n:016x}", [(1, 4, n)], 0.01) for n in range(1, 6)]
 
 
-def run(steps: list[Step] = STEPS, processes: int = 1) -> Run:
+def run(steps: list[ComparedStep] = STEPS, processes: int = 1) -> ComparedRun:
     end = End([5], 1 << 20, 0)
-    return Run([Rank(Start(rank, processes, "2.13.0", "1.15.0"), steps, end) for rank in range(processes)])
+    return ComparedRun(
+        [RankRecord(Start(rank, processes, "2.13.0", "1.15.0"), steps, end) for rank in range(processes)]
+    )
 
 
-def with_step(number: int, **values: object) -> Run:
+def with_step(number: int, **values: object) -> ComparedRun:
     return run([*STEPS[: number - 1], replace(STEPS[number - 1], **values), *STEPS[number:]])  # type: ignore[arg-type]
 
 
-def verdict(theirs: Run, *ours: Run) -> Verdict:
+def verdict(theirs: ComparedRun, *ours: ComparedRun) -> ComparisonVerdict:
     return judge([theirs], ours, on_cpu=True, other_torch=False)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright import Accelerator, FullyShardedDataParallelPlugin
-from meshwright.inference.estimating.batches import Batch
-from meshwright.tools.estimate.estimate import Spread, Training, estimate
+from meshwright.inference.estimating.batches import ModelArguments
+from meshwright.tools.estimate.estimate import ProcessLayout, TrainingMemory, estimate
 from meshwright.tools.estimate.program import Program
 from meshwright.tools.plan.memory.peak import memory_of
 from tests.inference.estimating.test_sizes import MODELS, on_meta, weights_of
@@ -19,7 +19,7 @@ from tests.parallel.small_transformer import LENGTH, Transformer, loss_of
 from tests.ranks import ranks, run_on_ranks
 
 TOKENS = torch.randint(0, 32, (4, LENGTH), generator=torch.Generator().manual_seed(0))
-BATCH = Batch(args=(TOKENS,))
+BATCH = ModelArguments(args=(TOKENS,))
 
 
 def bytes_of(tensors: Any) -> int:
@@ -27,11 +27,11 @@ def bytes_of(tensors: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def loss(outputs: Tensor, batch: Batch) -> Tensor:
+def loss(outputs: Tensor, batch: ModelArguments) -> Tensor:
     return loss_of(outputs, batch.args[0])
 
 
-def training(model: nn.Module, dtype: str, **options: Any) -> Training:
+def training(model: nn.Module, dtype: str, **options: Any) -> TrainingMemory:
     found = estimate(model, dtype, **options).training
     assert found is not None
     return found
@@ -95,7 +95,9 @@ def test_activations_are_what_autograd_keeps(dtype: str, autocast: torch.dtype |
 
 def test_copies_by_autocast_do_not_grow_with_the_batch() -> None:
     model = on_meta(Transformer)
-    small, large = (training(model, "bfloat16", batch=Batch.of(TOKENS.repeat(times, 1)), loss=loss) for times in (1, 8))
+    small, large = (
+        training(model, "bfloat16", batch=ModelArguments.of(TOKENS.repeat(times, 1)), loss=loss) for times in (1, 8)
+    )
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(module.weight.numel() for module in linear)
     biases = sum(module.bias.numel() for module in linear if module.bias is not None)
@@ -120,7 +122,7 @@ def test_the_forward_pass_is_what_a_profiler_sees() -> None:
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    found = estimate(on_meta(lambda: Transformer(layers=3)), "float32", batch=Batch.of(tokens)).inference
+    found = estimate(on_meta(lambda: Transformer(layers=3)), "float32", batch=ModelArguments.of(tokens)).inference
     assert found.forward is not None
     assert found.forward - bytes_of([tokens]) == pytest.approx(peak, rel=0.1)
 
@@ -153,14 +155,14 @@ def test_a_number_that_is_asked_for_is_guessed_and_told() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) if input.sum() > 0 else input
 
-    found = estimate(on_meta(lambda: Looks(4, 4)), "float32", batch=Batch.of(torch.ones(2, 4)))
+    found = estimate(on_meta(lambda: Looks(4, 4)), "float32", batch=ModelArguments.of(torch.ones(2, 4)))
     assert found.left_out is None
     (guess,) = found.guesses
     assert "test_estimate.py" in guess
 
 
 def test_what_does_not_run_is_left_out_with_the_reason() -> None:
-    found = estimate(on_meta(lambda: nn.Linear(4, 4)), "float32", batch=Batch.of(torch.ones(2, 3)))
+    found = estimate(on_meta(lambda: nn.Linear(4, 4)), "float32", batch=ModelArguments.of(torch.ones(2, 3)))
     assert found.left_out is not None
     assert "did not run on fake tensors (RuntimeError: " in found.left_out
     assert found.inference.forward is None
@@ -180,14 +182,14 @@ def test_a_model_without_trained_parameters_is_for_inference() -> None:
 
 def test_copies_on_several_processes_have_buckets() -> None:
     one = training(on_meta(Transformer), "float32")
-    two = training(on_meta(Transformer), "float32", spread=Spread(processes=2))
+    two = training(on_meta(Transformer), "float32", spread=ProcessLayout(processes=2))
     assert two.communication == two.gradients == one.gradients
     assert two.total == one.total + one.gradients
 
 
 def test_shards_are_equal_parts_padded() -> None:
     model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False))
-    found = training(model, "float32", spread=Spread(processes=2, fsdp=True))
+    found = training(model, "float32", spread=ProcessLayout(processes=2, fsdp=True))
     assert found.weights == 4 * (3 * 4 + 2 * 5)  # rows: 3 of 5, 2 of 3
     assert found.optimizer == 2 * found.weights + 2 * 4
 
@@ -210,18 +212,18 @@ def a_sharded_step(mixed_precision: str) -> tuple[int, int, int]:
 
 def test_what_a_sharded_step_keeps_is_exact() -> None:
     per_rank = run_on_ranks(2, a_sharded_step, mixed_precision="bf16")
-    found = training(on_meta(lambda: Transformer(layers=3)), "bfloat16", spread=Spread(processes=2, fsdp=True))
+    found = training(on_meta(lambda: Transformer(layers=3)), "bfloat16", spread=ProcessLayout(processes=2, fsdp=True))
     for weights, gradients, optimizer in per_rank:
         assert (found.weights, found.gradients, found.optimizer) == (weights, gradients, optimizer)
 
 
 def test_one_process_gathers_nothing() -> None:
-    assert training(on_meta(Transformer), "bfloat16", spread=Spread(fsdp=True)).communication == 0
+    assert training(on_meta(Transformer), "bfloat16", spread=ProcessLayout(fsdp=True)).communication == 0
 
 
 def test_resharding_trades_memory_for_time() -> None:
-    def gathered(reshard: bool) -> Training:
-        spread = Spread(processes=4, fsdp=True, reshard_after_forward=reshard)
+    def gathered(reshard: bool) -> TrainingMemory:
+        spread = ProcessLayout(processes=4, fsdp=True, reshard_after_forward=reshard)
         return training(on_meta(lambda: Transformer(layers=5)), "bfloat16", spread=spread, batch=BATCH, loss=loss)
 
     kept, resharded = gathered(False), gathered(True)
@@ -231,7 +233,7 @@ def test_resharding_trades_memory_for_time() -> None:
 
 
 def test_quantised_weights_are_not_sharded() -> None:
-    spread = Spread(processes=4, fsdp=True)
+    spread = ProcessLayout(processes=4, fsdp=True)
     model = on_meta(Transformer)
     assert estimate(model, "int8", spread=spread).inference == estimate(model, "int8").inference
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Accelerator, recompute_activations, step_in_backward
-from meshwright.inference.estimating.batches import Batch
+from meshwright.inference.estimating.batches import ModelArguments
 from meshwright.tools.estimate.estimate import estimate
 from meshwright.tools.estimate.levers import (
     EIGHT_BITS,
@@ -81,7 +81,7 @@ def peak_of_training(lever: str | None) -> int:
 
 
 def test_savings_are_those_of_real_training_on_a_simulated_accelerator() -> None:
-    found = estimate(Model(), "float32", batch=Batch.of(torch.zeros(TOKENS, WIDTH)), levers=True)
+    found = estimate(Model(), "float32", batch=ModelArguments.of(torch.zeros(TOKENS, WIDTH)), levers=True)
     assert found.training is not None
     levers = {lever.name: lever for lever in found.levers}
     assert list(levers) == [lever.name for lever in LEVERS]
@@ -108,7 +108,9 @@ def test_the_state_of_8_bit_moments_is_that_of_bitsandbytes() -> None:
 
 
 def test_a_lever_that_is_not_possible_says_why() -> None:
-    program = Program(model=Model(), batch=Batch.of(torch.zeros(8, WIDTH)), stored_in=torch.float32, processes=2)
+    program = Program(
+        model=Model(), batch=ModelArguments.of(torch.zeros(8, WIDTH)), stored_in=torch.float32, processes=2
+    )
     for fsdp, impossible in ((False, [LINEAR_LOSS, IN_BACKWARD]), (True, [LINEAR_LOSS, EIGHT_BITS, STREAMED])):
         spread = replace(program, fsdp=fsdp)
         assert [lever.name for lever in LEVERS if lever.objection(spread) is not None] == impossible

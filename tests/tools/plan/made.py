@@ -17,8 +17,8 @@ from meshwright.tools.plan.trace import (
     Allocation,
     Collective,
     Operation,
-    Step,
     Trace,
+    TracedStep,
 )
 
 MIB = 1 << 20
@@ -97,6 +97,6 @@ def model(blocks: int, *, step_count: int = 2, head: int = 4 * MIB, sharded: boo
             moments = [made.make(16 * MIB, OPTIMIZER) for _ in weights]
         made.compute("aten._fused_adamw_", 0)
         made.free(*gradients)
-        made.trace.steps.append(Step(began, made.tick + 1, samples=8, tokens=8 * 16, passes=1))
+        made.trace.steps.append(TracedStep(began, made.tick + 1, samples=8, tokens=8 * 16, passes=1))
         made.tick += 1
     return made.trace

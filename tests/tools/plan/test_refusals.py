@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from meshwright.tools.plan.refusals import too_few_steps, why_not
-from meshwright.tools.plan.tracing.host.progress import Loaded, Progress
+from meshwright.tools.plan.tracing.host.progress import LoaderPass, Progress
 from tests.launching import run_accelerate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -91,10 +91,10 @@ def test_scripts_that_end_early_are_told_apart(tmp_path: Path) -> None:
     assert "it only infers" in too_few_steps(Progress(), str(script), 0, 2)
     script.write_text("model.eval()\nhelper.train_adapters(model)\n")
     assert "it ran no backward pass, and gave no optimizer" in too_few_steps(Progress(), str(script), 0, 2)
-    enough = [Loaded(samples=100, batch_size=2, batches=25)]
+    enough = [LoaderPass(samples=100, batch_size=2, batches=25)]
     trained = Progress(models=1, optimizers=1, backward_passes=3, loaders=enough)
     assert "it ran 3 backward passes, and no more." in too_few_steps(trained, str(script), 0, 2)
     idle = Progress(models=1, optimizers=1, loaders=enough)
     assert "it gave an optimizer to prepare(), and ran no backward pass." in too_few_steps(idle, str(script), 0, 2)
-    stream = Progress(models=1, optimizers=1, loaders=[Loaded(samples=None)])
+    stream = Progress(models=1, optimizers=1, loaders=[LoaderPass(samples=None)])
     assert "why: a loader gave this process 0 batches.\n" in too_few_steps(stream, str(script), 0, 2)

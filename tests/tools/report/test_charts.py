@@ -20,12 +20,12 @@ from meshwright.tools.report.charts import (
     matches,
     throughput,
 )
-from meshwright.tools.report.runs.reading import Points, Run
+from meshwright.tools.report.runs.reading import Points, RunRecords
 from tests.tools.report.writing import START, start, values, write_run
 
 
-def read(folder: Path) -> Run:
-    run = Run(folder / "metrics.jsonl")
+def read(folder: Path) -> RunRecords:
+    run = RunRecords(folder / "metrics.jsonl")
     run.update()
     return run
 

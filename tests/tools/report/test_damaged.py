@@ -16,11 +16,11 @@ from meshwright.commands.watch import watch_command, watch_command_parser
 from meshwright.tools.report import ReportError
 from meshwright.tools.report.page.page import build_page
 from meshwright.tools.report.runs import reading
-from meshwright.tools.report.runs.finding import Runs, find_files, read_runs
+from meshwright.tools.report.runs.finding import RunFinder, find_files, read_runs
 from meshwright.tools.report.runs.naming import short_names
-from meshwright.tools.report.runs.reading import Run
+from meshwright.tools.report.runs.reading import RunRecords
 from meshwright.tools.report.terminal.frame import Frame
-from meshwright.tools.report.terminal.ranks import Ranks, watched_run
+from meshwright.tools.report.terminal.ranks import WatchFrame, watched_run
 from tests.tools.report.writing import LEFT_AND_JOINED, START, end, start, values, write_loss
 
 ODD: list[Any] = [
@@ -77,12 +77,12 @@ def show(folder: Path) -> None:
     """Show a folder in every view; only ReportError may leave it."""
     with suppress(ReportError):
         build_page(list(read_runs([folder])), version="1").encode()
-    runs = Runs([folder])
+    runs = RunFinder([folder])
     runs.update()
     Frame(runs, (), 120, 40).text(coloured=False)
     run = watched_run([folder])
     run.update()
-    Ranks(run, 120, 40).text(coloured=True)
+    WatchFrame(run, 120, 40).text(coloured=True)
 
 
 def fuzzed(folder: Path, seeds: range) -> None:
@@ -117,7 +117,7 @@ def test_a_line_that_is_no_record_costs_neither_memory_nor_the_next_line(tmp_pat
     for name in ("ranks.jsonl", "replicas.jsonl"):
         (tmp_path / name).write_bytes(ATTACKS[attack] + b"\n")
     tracemalloc.start()
-    run = Run(tmp_path / "metrics.jsonl")
+    run = RunRecords(tmp_path / "metrics.jsonl")
     run.update()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -125,7 +125,7 @@ def test_a_line_that_is_no_record_costs_neither_memory_nor_the_next_line(tmp_pat
     assert most < 20 << 20
     show(tmp_path)
     assert "damaged line" in Frame(read_runs([tmp_path]), (), 120, 40).text(coloured=False)
-    assert "damaged line" in Ranks(run, 120, 40).text(coloured=False)
+    assert "damaged line" in WatchFrame(run, 120, 40).text(coloured=False)
     assert '"skipped":' in build_page([run], version="1")
 
 
@@ -135,7 +135,7 @@ def test_many_checkpoints_of_many_metrics_are_kept_in_bounds(tmp_path: Path, mon
     logged = [values(step, **{f"m{step}": 1}) for step in range(30)]
     marks = [{"checkpoint": {"id": f"c{number}", "time": START}} for number in range(50)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*logged, *marks]))
-    run = Run(tmp_path / "metrics.jsonl")
+    run = RunRecords(tmp_path / "metrics.jsonl")
     run.update()
     assert (len(run.scalars), run.skipped) == (20, 10)
     assert sum(len(snapshot.lengths) for snapshot in run._checkpoints.values()) <= 100

@@ -13,7 +13,7 @@ from meshwright.config.environment import patch_environment
 from meshwright.tools.selftest.checks import CHECKS
 from meshwright.tools.selftest.meshes import mesh_checks
 from meshwright.tools.selftest.report import PANEL, Drill, as_markdown, scrub
-from meshwright.tools.selftest.script import Bench, Outcome, run
+from meshwright.tools.selftest.script import Bench, CheckOutcome, run
 from meshwright.tools.selftest.speed import COMPARISONS, MEASUREMENTS
 from meshwright.tools.selftest.state import state_checks
 from tests.launching import run_accelerate
@@ -85,7 +85,7 @@ def all_meshes() -> dict[str, list[str]]:
     return reasons(found)
 
 
-def reasons(found: dict[str, list[Outcome]]) -> dict[str, list[str]]:
+def reasons(found: dict[str, list[CheckOutcome]]) -> dict[str, list[str]]:
     return {name: [each.text for each in outcomes if not each.passed] for name, outcomes in found.items()
             if not all(each.passed for each in outcomes)}  # fmt: skip
 

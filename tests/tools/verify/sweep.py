@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.commands.check import check_parser
 from meshwright.tools.verify.comparing.comparison import compare
 from meshwright.tools.verify.comparing.panel import panel
-from meshwright.tools.verify.runs import RanksDisagreeError, Runs
+from meshwright.tools.verify.runs import RanksDisagreeError, VerifyRuns
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
         reference, words = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                runs = Runs(check_parser().parse_args(words), Path(folder))
+                runs = VerifyRuns(check_parser().parse_args(words), Path(folder))
                 mesh = runs.on_mesh()
                 if reference not in references:
                     references[reference] = runs.alone(mesh)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.watch.hangs.verdict import Absence, Verdict, judge
+from meshwright.watch.hangs.verdict import Absence, HangVerdict, judge
 from meshwright.watch.place import BACKWARD, COLLECTIVE, DEBUGGER, FORWARD, USER_CODE, Place
-from meshwright.watch.reports import Report
+from meshwright.watch.reports import ProcessReport
 
 THRESHOLD = 30.0
 
@@ -24,11 +24,11 @@ def at(
     lost_peer: bool = False,
     at_store: bool = False,
     outstanding: str | None = None,
-) -> Report:
+) -> ProcessReport:
     call = f"{operation.partition('(')[0]}()" if phase == COLLECTIVE else ""
     operation = operation if phase == COLLECTIVE else ""
     place = Place(phase, call, operation, "/home/me/train.py", 10 + rank, "source", guard, group, at_store=at_store)
-    return Report(
+    return ProcessReport(
         rank,
         place,
         stalled,
@@ -42,7 +42,7 @@ def at(
     )
 
 
-def judged(*reports: Report, absent: dict[int, Absence] | None = None) -> Verdict:
+def judged(*reports: ProcessReport, absent: dict[int, Absence] | None = None) -> HangVerdict:
     return judge({report.rank: report for report in reports}, absent or {}, THRESHOLD)
 
 
@@ -170,8 +170,8 @@ def test_of_several_missing_ranks_the_one_that_failed_is_named() -> None:
 
 def test_verdicts_and_reports_travel_as_text() -> None:
     report, verdict = at(1, group=[0, 1]), judged(at(0), at(1, "barrier()"))
-    assert Report.from_json(report.to_json(), report.rank) == report
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert ProcessReport.from_json(report.to_json(), report.rank) == report
+    assert HangVerdict.from_json(verdict.to_json()) == verdict
 
 
 # --- asynchronous collectives -----------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import threading
 import torch.distributed as dist
 
 from meshwright import Accelerator, PartialState
-from meshwright.watch.hangs.verdict import Verdict
+from meshwright.watch.hangs.verdict import HangVerdict
 from meshwright.watch.hangs.watcher import Watcher
 from meshwright.watch.place import COLLECTIVE, USER_CODE, Place
-from meshwright.watch.reports import Report
+from meshwright.watch.reports import ProcessReport
 from tests.ranks import ranks
 from tests.timing import limit
 
@@ -92,9 +92,9 @@ def test_a_group_that_its_user_closes() -> None:
 def test_a_notice_comes_again_after_twice_the_time() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0, accelerator.device)
-    own = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=3, idle_seconds=3)
+    own = ProcessReport(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=3, idle_seconds=3)
     for expected in (6.0, 12.0, 24.0):
-        watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
+        watcher._act(HangVerdict(fatal=False, culprits=[1], text="Rank 1 is busy."), own)
         assert watcher._alarm_after == expected
     watcher._interrupter.close()
     accelerator.end_training()
@@ -105,15 +105,15 @@ def test_a_rank_that_lost_its_peer_gets_a_verdict_that_knows_it() -> None:
     accelerator = Accelerator(cpu=True)
     watcher = Watcher(dist.HashStore(), accelerator.process_index, 2, 3.0, accelerator.device)
     watcher._observer.lost_peer_error = RuntimeError("Connection closed by peer")
-    before = Report(rank=0, place=Place(phase=USER_CODE), stalled_seconds=0, idle_seconds=0)
-    knowing = Report(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=0, idle_seconds=0, lost_peer=True)
-    watcher._act(Verdict(fatal=False, culprits=[0], text="", recheck_in=1.0), before)
-    watcher._act(Verdict(fatal=False, culprits=[0], text="Rank 0 is busy."), before)
-    watcher._act(Verdict(fatal=False, culprits=[], text="", recheck_in=1.0), knowing)
+    before = ProcessReport(rank=0, place=Place(phase=USER_CODE), stalled_seconds=0, idle_seconds=0)
+    knowing = ProcessReport(rank=0, place=Place(phase=COLLECTIVE), stalled_seconds=0, idle_seconds=0, lost_peer=True)
+    watcher._act(HangVerdict(fatal=False, culprits=[0], text="", recheck_in=1.0), before)
+    watcher._act(HangVerdict(fatal=False, culprits=[0], text="Rank 0 is busy."), before)
+    watcher._act(HangVerdict(fatal=False, culprits=[], text="", recheck_in=1.0), knowing)
     assert watcher._verdicts.empty()
     assert not watcher._stopping.is_set()
-    watcher._act(Verdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
-    watcher._act(Verdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
+    watcher._act(HangVerdict(fatal=True, culprits=[1], text="Rank 1 has left."), before)
+    watcher._act(HangVerdict(fatal=False, culprits=[1], text="Rank 1 is stopped."), knowing)
     assert [watcher._verdicts.get(timeout=limit(5)).text for _ in range(2)] == [
         "Rank 1 has left.",
         "Rank 1 is stopped.",

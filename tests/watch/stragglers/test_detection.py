@@ -21,9 +21,9 @@ from meshwright import Accelerator
 from meshwright.runtime import phases
 from meshwright.runtime.phases import BACKWARD, DATA, FORWARD, NAMES, STEP, PhaseClock
 from meshwright.tools.report.runs.finding import read_runs
-from meshwright.tools.report.terminal.ranks import Ranks, watched_run
-from meshwright.watch.stragglers.detection import CONSECUTIVE, Finding, StragglerDetector, Window, slow_ranks
-from meshwright.watch.stragglers.exchange import Exchange
+from meshwright.tools.report.terminal.ranks import WatchFrame, watched_run
+from meshwright.watch.stragglers.detection import CONSECUTIVE, SlowRank, StragglerDetector, Window, slow_ranks
+from meshwright.watch.stragglers.exchange import StepTimeExchange
 from meshwright.watch.stragglers.windows import FEWEST_STEPS, FIELDS, KEPT, Windows, summary, unpack
 from tests.ranks import run_on_ranks
 
@@ -127,7 +127,7 @@ def test_a_slow_rank_is_named_within_50_steps_with_its_phase_and_when_it_is_over
     assert len(lines) < STEPS / FEWEST_STEPS, "some windows share a line"
     run = watched_run([tmp_path])
     run.update()
-    picture = Ranks(run, 120, 30).text(coloured=False, final=True)
+    picture = WatchFrame(run, 120, 30).text(coloured=False, final=True)
     assert f"→    {SLOW_RANK}  ddd" in picture
     assert slow_forward[:40] in picture
     assert len(read_runs([tmp_path])) == 1, "ranks.jsonl is no run of its own"
@@ -147,7 +147,7 @@ def steps(**seconds: float) -> list[list[float]]:
     return [[seconds.get(name, 0.0) for name in NAMES] for _ in range(FEWEST_STEPS)]
 
 
-def judged(*ranks: list[list[float]]) -> list[Finding]:
+def judged(*ranks: list[list[float]]) -> list[SlowRank]:
     return slow_ranks(np.arange(len(ranks)), np.stack([summary(0, rows) for rows in ranks]))
 
 
@@ -202,7 +202,7 @@ def test_chance_names_nobody(world_size: int) -> None:
 
 def publish(
     detector: StragglerDetector, windows: list[Windows], first: int, seconds: list[dict[str, float]]
-) -> list[Finding | None]:
+) -> list[SlowRank | None]:
     for rank, times in enumerate(seconds):
         windows[rank].consume(deque((first + i, row) for i, row in enumerate(steps(**times))))
     return [window.finding for window in detector.update(unpack(rank.pack() for rank in windows))]
@@ -245,7 +245,7 @@ def test_windows_of_another_length_begin_at_the_same_steps_on_every_rank() -> No
 
 def test_rank_0_makes_windows_of_fast_steps_longer_and_of_slow_ones_short_again() -> None:
     clock, store = PhaseClock(), dist.HashStore()
-    exchange = Exchange(clock, store, rank=0, world_size=2)
+    exchange = StepTimeExchange(clock, store, rank=0, world_size=2)
     fast, slow = [0.001] + [0.0] * (len(NAMES) - 1), [0.5] + [0.0] * (len(NAMES) - 1)
     lengths = []
     for first, row in ((0, fast), (2560, slow)):
@@ -262,7 +262,7 @@ def test_rank_0_makes_windows_of_fast_steps_longer_and_of_slow_ones_short_again(
 
 
 def test_windows_of_members_carry_their_own_names() -> None:
-    finding = Finding(rank=2, phase=phases.DATA, seconds=0.2, usual=0.1, cost=0.5, also=(1,))
+    finding = SlowRank(rank=2, phase=phases.DATA, seconds=0.2, usual=0.1, cost=0.5, also=(1,))
     window = Window(ranks=[0, 1, 2], rows=np.zeros((3, FIELDS)), finding=finding).renamed((0, 2, 5))
     assert window.ranks == [0, 2, 5]
     assert str(window.finding).startswith("Rank 5 is slow in waiting for data")

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...data.loaders.base import PreparedLoader
 from ...errors import UnsupportedSettingError
+from ...instruments import Instrument
 from ...parallel.base import Strategy
 from ...parallel.modules.dtensors import local
 from ...runtime import phases
@@ -57,7 +59,7 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CopyPlacement:
     """The part of one rank in the copies: [Note: who keeps what]. Ranks are those of the start of the run."""
 
     rank: int
@@ -74,7 +76,7 @@ class Place:
     """How many different states the ranks of this machine have."""
 
     @classmethod
-    def of(cls, runtime: Runtime, strategy: Strategy) -> Place:
+    def of(cls, runtime: Runtime, strategy: Strategy) -> CopyPlacement:
         """Determine who has the same state as this rank, and on which machine they are."""
         process, member = runtime.process, runtime.member
         replicas = list(strategy.replicas[0]) or [process.rank]
@@ -99,7 +101,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class CopyCost:
     """What one copy has cost this rank."""
 
     num_bytes: int
@@ -107,7 +109,7 @@ class Cost:
     seconds_in_background: float = 0.0
 
 
-class MemoryCopies:
+class MemoryCopies(Instrument):
     """Make the copies of one rank, between two steps and in the background."""
 
     def __init__(self, run: RunState, every: int, folder: Path) -> None:
@@ -119,7 +121,7 @@ class MemoryCopies:
         self.folder.create()
         self.is_prepared = False
         """The script has called `resume()`, where copies are taken up."""
-        self.costs: list[Cost] = []
+        self.costs: list[CopyCost] = []
         self.staging = Staging()
         self._seen = 0
         self._copied_at = 0
@@ -142,10 +144,10 @@ class MemoryCopies:
         self.is_prepared = True
         self._seen = self._copied_at = self.steps
 
-    def between_batches(self) -> None:
-        """Make a copy if one is due; called when the body of the training loop is complete."""
+    def body_ended(self, loader: PreparedLoader) -> None:
+        """Make a copy if one is due and the body of the training loop is complete, not that of a loop inside of it."""
         steps = self.steps
-        if steps == self._seen:
+        if steps == self._seen or not loader.gradient_state.is_outermost(loader):
             return
         self._seen = steps
         if not self._has_room:
@@ -159,7 +161,7 @@ class MemoryCopies:
 
     def _copy(self, step: int) -> None:
         began = perf_counter()
-        run, place = self.run, Place.of(self.run.runtime, self.run.strategy)
+        run, place = self.run, CopyPlacement.of(self.run.runtime, self.run.strategy)
         if place.sends and self._group is None and run.runtime.member is None:
             self._group = dist.new_group(backend="gloo")  # of its own: it is used in the background
         parts = run.parts()
@@ -167,13 +169,13 @@ class MemoryCopies:
             {part.name: self.staging.copy(part.name, part.capture()) for part in parts} if place.writes_state else {}
         )
         generators = parts[-1].capture()
-        cost = Cost(num_bytes=self.staging.num_bytes, seconds_in_loop=perf_counter() - began)
+        cost = CopyCost(num_bytes=self.staging.num_bytes, seconds_in_loop=perf_counter() - began)
         self._copied_at = step
         self._pending = self._background.submit(self._write, step, place, state, generators, cost)
         if self.every == 1:
             self.wait()
 
-    def _write(self, step: int, place: Place, state: dict[str, Any], generators: Any, cost: Cost) -> None:
+    def _write(self, step: int, place: CopyPlacement, state: dict[str, Any], generators: Any, cost: CopyCost) -> None:
         """Write the files of a copy, and exchange them with the neighbours. Training goes on after an error."""
         began = perf_counter()
         try:
@@ -193,7 +195,7 @@ class MemoryCopies:
                 f"{self.folder.path} is full" if self.folder.is_full() else error,
             )
         else:
-            cost = Cost(
+            cost = CopyCost(
                 num_bytes=cost.num_bytes,
                 seconds_in_loop=cost.seconds_in_loop,
                 seconds_in_background=perf_counter() - began,
@@ -201,13 +203,15 @@ class MemoryCopies:
             self.costs = [*self.costs[-99:], cost]
             logger.debug("Rank %d copied step %d to memory: %s", place.rank, step, cost)
 
-    def _put(self, kind: str, owner: int, step: int, place: Place, write: Callable[[Path], FileFacts]) -> CopyRecord:
+    def _put(
+        self, kind: str, owner: int, step: int, place: CopyPlacement, write: Callable[[Path], FileFacts]
+    ) -> CopyRecord:
         self._keys.add((kind, owner))
         return self.folder.put(kind, owner, step, place.num_processes, write)
 
     # --- neighbours ---------------------------------------------------------------------------------------------------
 
-    def _exchange(self, records: list[CopyRecord], place: Place) -> None:
+    def _exchange(self, records: list[CopyRecord], place: CopyPlacement) -> None:
         """Send files to the next machine, and keep those of the machine before."""
         next_rank = (place.rank + place.processes_here) % place.num_processes
         previous_rank = (place.rank - place.processes_here) % place.num_processes
@@ -231,7 +235,7 @@ class MemoryCopies:
     def _require_room(self) -> None:
         """Raise, after the first step, if the copies cannot be made or taken up."""
         self._has_room = True
-        run, place = self.run, Place.of(self.run.runtime, self.run.strategy)
+        run, place = self.run, CopyPlacement.of(self.run.runtime, self.run.strategy)
         if not self.is_prepared:
             raise UnsupportedSettingError(
                 f"{SETTING} in a script that does not call accelerator.resume()",

@@ -12,7 +12,7 @@ from ..group import CheckpointGroup
 from ..parts.states import Part, ProgressPart
 from ..parts.transfer import DerivedRandomPart
 from ..storage.memory import GENERATORS, STATE, CopyFolder, CopyRecord
-from .copies import MemoryCopies, Place, facts_of, received, sent
+from .copies import CopyPlacement, MemoryCopies, facts_of, received, sent
 from .engine import CheckpointError, LoadReport, part_errors
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def recall(copies: MemoryCopies, disk_step: int | None, load_options: dict[str, 
 
     All ranks call it. Copies that are not restored are deleted: the run leaves their path.
     """
-    group, place = copies.run.group(), Place.of(copies.run.runtime, copies.run.strategy)
+    group, place = copies.run.group(), CopyPlacement.of(copies.run.runtime, copies.run.strategy)
     is_first = place.rank == place.machine
     own = Holding(machine=place.machine, owner=place.owner, records=copies.folder.records() if is_first else [])
     inventory = Inventory(group.gather(own))
@@ -114,7 +114,7 @@ def _restored(
     inventory: Inventory,
     step: int,
     group: CheckpointGroup,
-    place: Place,
+    place: CopyPlacement,
     load_options: dict[str, Any],
 ) -> LoadReport | None:
     """Restore one copy on all ranks, or on none if it is damaged; raise if it does not match what was prepared."""
@@ -149,7 +149,9 @@ def _restored(
     return LoadReport(path=f"{copies.folder.path} (memory)", step=step, changes=changes)
 
 
-def _fetched(folder: CopyFolder, transfers: Sequence[Transfer], place: Place, group: CheckpointGroup) -> str | None:
+def _fetched(
+    folder: CopyFolder, transfers: Sequence[Transfer], place: CopyPlacement, group: CheckpointGroup
+) -> str | None:
     """Carry out the transfers of this rank, and return why one of them failed."""
     problem = None
     for transfer in transfers:
@@ -161,7 +163,7 @@ def _fetched(folder: CopyFolder, transfers: Sequence[Transfer], place: Place, gr
 
 
 def _states(
-    folder: CopyFolder, step: int, place: Place, generators: str, load_options: dict[str, Any]
+    folder: CopyFolder, step: int, place: CopyPlacement, generators: str, load_options: dict[str, Any]
 ) -> dict[str, Any]:
     """Read the states of all parts; without generators of this rank, those of another one, and a mark."""
     records = {record.key: record for record in folder.records() if record.step == step}
@@ -172,7 +174,7 @@ def _states(
     return {**states, generators: _read(folder, own, load_options)}
 
 
-def _carry_out(transfer: Transfer, folder: CopyFolder, place: Place, group: CheckpointGroup) -> None:
+def _carry_out(transfer: Transfer, folder: CopyFolder, place: CopyPlacement, group: CheckpointGroup) -> None:
     record = transfer.record
     if place.rank == transfer.source:
         sent(folder.file_of(record), record, transfer.target, group.process_group)

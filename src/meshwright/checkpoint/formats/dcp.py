@@ -33,7 +33,7 @@ from ...errors import InvalidDataError, UnsafeFileError
 from ...runtime.streams.mapping import MappedFile
 from ...untrusted import MOST_HELD, printable, read_bytes, require_plain_name
 from .objects import Records, torch_constant
-from .pickles import Constructor, Draft, interpret, require
+from .pickles import Constructor, PendingObject, interpret, require
 
 TABLE = ".metadata"
 _MOST_TABLE_BYTES = 1 << 31
@@ -164,7 +164,7 @@ def _constructors() -> dict[str, Constructor]:
     makers: dict[str, Callable[..., Any]] = {
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata": dcp.BytesStorageMetadata,
         "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _format_of,
-        "torch.distributed.checkpoint.filesystem._StorageInfo": lambda: Draft(_place_of),
+        "torch.distributed.checkpoint.filesystem._StorageInfo": lambda: PendingObject(_place_of),
         "torch.Size": _size_of,
         "torch.serialization._get_layout": lambda name: torch_constant("torch", str(name).removeprefix("torch.")),
         "collections.OrderedDict": OrderedDict,
@@ -177,8 +177,8 @@ def _constructors() -> dict[str, Constructor]:
     return {name: Constructor(name, make, _ENTRY_BYTES) for name, make in makers.items()}
 
 
-def _drafting(complete: Callable[[Any], Any]) -> Callable[[], Draft]:
-    return lambda: Draft(complete)
+def _drafting(complete: Callable[[Any], Any]) -> Callable[[], PendingObject]:
+    return lambda: PendingObject(complete)
 
 
 def _fields(state: Any, required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[Any]:

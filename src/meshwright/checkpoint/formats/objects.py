@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ...errors import InvalidDataError, UnsafeFileError
 from ...runtime.streams.mapping import MappedFile
 from ...untrusted import printable
-from .pickles import Constructor, Draft, interpret, interpret_at, require, require_finished, require_keys
+from .pickles import Constructor, PendingObject, interpret, interpret_at, require, require_finished, require_keys
 
 _PROGRAM = "data.pkl"
 _OLD_HEAD = [0x1950A86A20F9469CFC6C, 1001]
@@ -139,7 +139,7 @@ class Records:
 
     def _place(self, name: str) -> tuple[int, int]:
         """Return where the bytes of a record begin and end."""
-        entry = _Entry.at(self._content, self._entries[f"{self._prefix}{name}"])
+        entry = _ArchiveRecord.at(self._content, self._entries[f"{self._prefix}{name}"])
         magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._content, entry.place)
         start = entry.place + _LOCAL_HEADER.size + name_length + extra_length
         # `_directory` has left room for it, but for the length of what is between.
@@ -147,10 +147,10 @@ class Records:
         require(is_whole, f"{self._what} is damaged: the record {printable(name)} is not whole")
         return start, start + entry.size
 
-    def _end_of(self, entry: _Entry) -> int:
+    def _end_of(self, entry: _ArchiveRecord) -> int:
         """Return where the next record begins, or the directory."""
         is_last = bytes(self._content[entry.next : entry.next + 4]) != _ENTRY_MAGIC
-        return next(iter(self._entries.values())) if is_last else _Entry.at(self._content, entry.next).place
+        return next(iter(self._entries.values())) if is_last else _ArchiveRecord.at(self._content, entry.next).place
 
     def _storage(self, key: Any) -> _Storage:
         """Return a view of the bytes of a record; the same one for the same key."""
@@ -163,7 +163,7 @@ class Records:
         return _Storage(storage, kind.dtype)
 
 
-class _Entry(NamedTuple):
+class _ArchiveRecord(NamedTuple):
     """What the directory of an archive says of a record."""
 
     name: bytes
@@ -173,7 +173,7 @@ class _Entry(NamedTuple):
     """Where the next entry begins."""
 
     @classmethod
-    def at(cls, content: memoryview, position: int) -> _Entry:
+    def at(cls, content: memoryview, position: int) -> _ArchiveRecord:
         """Return the entry that begins at a position."""
         magic, method, packed, size, name_length, extra_length, comment_length, place = _ENTRY.unpack_from(
             content, position
@@ -218,7 +218,7 @@ def _directory(content: memoryview) -> dict[str, int]:
     found: dict[str, int] = {}
     first_free, start = 0, position
     while position < end:
-        entry = _Entry.at(content, position)
+        entry = _ArchiveRecord.at(content, position)
         require(first_free <= entry.place, "two records are at the same place, or not in order")
         first_free = entry.place + _LOCAL_HEADER.size + len(entry.name) + entry.size
         found[entry.name.decode("utf-8")] = position
@@ -282,7 +282,7 @@ class TorchNames:
             instance.__setstate__(state)
             return instance
 
-        return Draft(complete)
+        return PendingObject(complete)
 
     def build(self, instance: Any, state: Any) -> None:
         """Give a state to an object of an allowed class; an OrderedDict of weights may carry versions."""
@@ -502,7 +502,7 @@ def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
 # --- NumPy ------------------------------------------------------------------------------------------------------------
 
 
-def _dtype(code: Any, align: Any = False, copy: Any = True) -> Draft:
+def _dtype(code: Any, align: Any = False, copy: Any = True) -> PendingObject:
     """Return a type of numbers, texts or dates: none with objects or fields, whose state could forge pointers."""
     import numpy as np
 
@@ -521,7 +521,7 @@ def _dtype(code: Any, align: Any = False, copy: Any = True) -> Draft:
         require(type(size) is int and size in (-1, made.itemsize) and made.itemsize > 0, "a dtype has another size")
         return made
 
-    return Draft(complete)
+    return PendingObject(complete)
 
 
 def _unit(metadata: Any) -> str:
@@ -536,7 +536,7 @@ class _Array(NamedTuple):
     """Stands for the class of arrays, which is never called."""
 
 
-def _array(kind: Any, shape: Any, code: Any) -> Draft:
+def _array(kind: Any, shape: Any, code: Any) -> PendingObject:
     import numpy as np
 
     require(type(kind) is _Array, "an array has a class of its own")
@@ -550,7 +550,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Draft:
         flat = np.frombuffer(content, dtype) if content else np.zeros(math.prod(shape), dtype)
         return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
 
-    return Draft(complete)
+    return PendingObject(complete)
 
 
 def _scalar(dtype: Any, content: Any) -> Any:

@@ -5,7 +5,7 @@ it finds: of classes and modules, too, and for the whole process, even if the fi
 runs the opcodes that write plain values, containers, and objects of a known name. What a name means is decided by a
 `Vocabulary`, which returns a value, or a `Constructor` that checks its arguments. Three rules make it safe:
 
-- Nothing is set on an object. BUILD completes a `Draft`, which gives a new object, or is left to the vocabulary.
+- Nothing is set on an object. BUILD completes a `PendingObject`, which gives a new object, or it is for the vocabulary.
 - What is called is a `Constructor` of the vocabulary, never a value that the program made.
 - A program takes time and memory in proportion to its size: no opcode declares a size that is not there, every object
   is counted with the bytes that it takes in Python before the next one is made, and a result that refers to itself, or
@@ -53,7 +53,7 @@ class Constructor(NamedTuple):
     """Bytes that a result takes, besides what is counted where it is copied."""
 
 
-class Draft:
+class PendingObject:
     """An object whose state follows in the pickle; `complete` makes it of that state."""
 
     __slots__ = ("complete", "memo_keys")
@@ -76,7 +76,7 @@ class Vocabulary(Protocol):
         """Return an object of a class that is no `Constructor`, or raise UnsafeFileError."""
 
     def build(self, instance: Any, state: Any) -> None:
-        """Give a state to an object that is not a `Draft`, or raise UnsafeFileError."""
+        """Give a state to an object that is not a `PendingObject`, or raise UnsafeFileError."""
 
     def storage(self, key: Any) -> Any:
         """Return the object that a pickle refers to by a key."""
@@ -207,7 +207,7 @@ class _Machine:
         else:
             require(key < len(self.memo), "it leaves out a number of its memo")
             self.memo[key] = top
-        if type(top) is Draft:
+        if type(top) is PendingObject:
             self.hold(_NUMBER)
             top.memo_keys += (key,)
 
@@ -383,7 +383,7 @@ def _construct(machine: _Machine, otherwise: Callable[[Any, tuple[Any, ...]], An
 def _build(machine: _Machine) -> None:
     state = machine.stack.pop()
     instance = machine.stack[-1]
-    if type(instance) is not Draft:
+    if type(instance) is not PendingObject:
         machine.vocabulary.build(instance, state)
         return
     machine.count_copied((*state, *state.values()) if type(state) is dict else state if type(state) is tuple else ())
@@ -457,6 +457,6 @@ def require_finished(result: Any, num_bytes: int = 0) -> None:
 
 
 _UNFINISHED: dict[type, Callable[[Any], Exception]] = {
-    Draft: lambda _: InvalidDataError("an object has no state"),
+    PendingObject: lambda _: InvalidDataError("an object has no state"),
     Constructor: lambda constructor: UnsafeFileError(constructor.name),
 }

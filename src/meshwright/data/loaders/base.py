@@ -355,8 +355,7 @@ class PreparedLoader(DataLoader[Any]):
     def _seen(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Let instruments see the loop, if there are any when it begins."""
         seen = self.gradient_state.instruments
-        rounds = self._seen_by(seen, rounds) if seen.watch_loops else rounds
-        return rounds if self.gradient_state.between_batches is None else self._with_bodies(rounds)
+        return self._seen_by(seen, rounds) if seen.watch_loops else rounds
 
     def _seen_by(self, seen: Instruments, rounds: Iterator[Any]) -> Iterator[Any]:
         completed = False
@@ -373,12 +372,6 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             for notify in seen.epoch_ended:
                 notify(self, completed)
-
-    def _with_bodies(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Report every completed body of the loop, before the next batch is read."""
-        for batch in rounds:
-            yield batch
-            self.gradient_state._complete_body(self)
 
     @property
     def phase(self) -> int:

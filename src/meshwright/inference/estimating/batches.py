@@ -13,26 +13,26 @@ from ...runtime.collectives.nested import leaves
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class ModelArguments:
     """The arguments of a call of the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: Any) -> Batch:
+    def of(cls, value: Any) -> ModelArguments:
         """Convert a tensor to one argument, a tuple or a list to arguments, and a mapping to keywords."""
-        if isinstance(value, Batch):
+        if isinstance(value, ModelArguments):
             return value
         if isinstance(value, Mapping):
             return cls(kwargs=dict(value))
         return cls(args=tuple(value) if isinstance(value, (tuple, list)) else (value,))
 
 
-Loss = Callable[[Any, Batch], Tensor]
+Loss = Callable[[Any, ModelArguments], Tensor]
 
 
-def default_loss(outputs: Any, batch: Batch) -> Tensor:
+def default_loss(outputs: Any, batch: ModelArguments) -> Tensor:
     """Return the loss that a model returned, or else a scalar that depends on all of its outputs."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(own, Tensor):

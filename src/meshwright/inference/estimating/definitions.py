@@ -22,7 +22,7 @@ from ...errors import InvalidDataError
 from ...untrusted import read_json
 from ..empty import init_empty_weights
 from ..tensors import META
-from .batches import Batch
+from .batches import ModelArguments
 
 CONFIG = "config.json"
 LIBRARIES = ("timm", "transformers")
@@ -268,27 +268,27 @@ def _timm_model(found: _Definition) -> nn.Module:
 # --- Batches ----------------------------------------------------------------------------------------------------------
 
 
-def batch_from_function(spec: str, batch_size: int, sequence_length: int | None) -> Batch:
+def batch_from_function(spec: str, batch_size: int, sequence_length: int | None) -> ModelArguments:
     """Create a batch by a function of the working directory, called with the sizes that its signature names."""
     function = load_function(spec)
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length or USUAL_LENGTH}
     taken = inspect.signature(function).parameters
     passed = {name: size for name, size in sizes.items() if name in taken}
-    return Batch.of(_called(spec, function, **passed))
+    return ModelArguments.of(_called(spec, function, **passed))
 
 
-def example_batch(model: nn.Module, batch_size: int, sequence_length: int | None = None) -> Batch:
+def example_batch(model: nn.Module, batch_size: int, sequence_length: int | None = None) -> ModelArguments:
     """Create a training batch for a model of transformers or timm, with labels if its class tells which."""
     config = getattr(model, "config", None)
     if hasattr(model, "main_input_name") and config is not None:
         return _transformers_batch(model, config, batch_size, sequence_length)
     facts = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if isinstance(facts, dict) and "input_size" in facts:
-        return Batch(args=(torch.zeros(batch_size, *facts["input_size"], device=META),))
+        return ModelArguments(args=(torch.zeros(batch_size, *facts["input_size"], device=META),))
     raise NoBatchError("this model does not say what its inputs look like: give --inputs module:callable")
 
 
-def _transformers_batch(model: Any, config: Any, batch_size: int, sequence_length: int | None) -> Batch:
+def _transformers_batch(model: Any, config: Any, batch_size: int, sequence_length: int | None) -> ModelArguments:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     usual = min(USUAL_LENGTH, longest) if isinstance(longest, int) and longest > 0 else USUAL_LENGTH
@@ -312,7 +312,7 @@ def _transformers_batch(model: Any, config: Any, batch_size: int, sequence_lengt
         inputs["decoder_input_ids"] = tokens
     else:
         raise NoBatchError(f"no inputs are known for {kind}, which takes {main}: give --inputs module:callable")
-    return Batch(kwargs=inputs | _labels(kind, main, tokens))
+    return ModelArguments(kwargs=inputs | _labels(kind, main, tokens))
 
 
 def _labels(kind: str, main: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class Layer:
             release_pages(self.weights[name])
 
 
-class Loaded(NamedTuple):
+class LoadedLayer(NamedTuple):
     """The weights of a layer that were loaded ahead."""
 
     weights: dict[str, Tensor]
@@ -94,7 +94,7 @@ class WeightStream:
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._ahead: ReadAhead[Layer, Loaded] = ReadAhead(discard=Layer.release)
+        self._ahead: ReadAhead[Layer, LoadedLayer] = ReadAhead(discard=Layer.release)
         self._largest = 0
 
     @classmethod
@@ -126,17 +126,17 @@ class WeightStream:
         room = allocatable_memory(device) - still_to_place if has_streams(device) else 0
         self._ahead.start(layer, lambda: self._load_ahead(layer, device, room), device)
 
-    def _load_ahead(self, layer: Layer, device: torch.device, room: int) -> Loaded:
+    def _load_ahead(self, layer: Layer, device: torch.device, room: int) -> LoadedLayer:
         weights = layer.load(device)
         on_host = {id(weight): weight for weight in weights.values() if is_cpu(weight.device)}
         self._largest = max(self._largest, _num_bytes_on_host(weights))
         if not on_host or room < 2 * self._largest:  # one for the layer, and one for what the layer before it computes
-            return Loaded(weights, device)
+            return LoadedLayer(weights, device)
         copying = side_stream(device)
         with copying:
             copies = {each: weight.detach().to(device, non_blocking=True) for each, weight in on_host.items()}
         copied = copying.record_event()
-        return Loaded({name: copies.get(id(weight), weight) for name, weight in weights.items()}, device, copied)
+        return LoadedLayer({name: copies.get(id(weight), weight) for name, weight in weights.items()}, device, copied)
 
     def __deepcopy__(self, memo: Any) -> WeightStream:
         return self  # a copy of a model reads the same weights

@@ -28,7 +28,7 @@ Index = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _IndexEntry:
     """What an index says of one weight."""
 
     dtype: str | None = None
@@ -192,7 +192,7 @@ def read_index(folder: str | os.PathLike[str]) -> Index:
 def _index_of(path: Path) -> Index:
     """Return the index in a file; raise InvalidDataError if it is not one."""
     what = f"the index {path}"
-    found = build(dict[str, _Entry], read_json(path, what, most_bytes=_LONGEST_HEADER), what)
+    found = build(dict[str, _IndexEntry], read_json(path, what, most_bytes=_LONGEST_HEADER), what)
     for name, entry in found.items():
         for text in (name, entry.safetensors_file or ""):
             if "\0" in text or not can_be_encoded(text):

@@ -140,7 +140,7 @@ def get_balanced_memory(
 
 
 @dataclass
-class _Group:
+class _TiedAtoms:
     """Atoms that must be on one device, because they share tensors."""
 
     atoms: list[str] = field(default_factory=list)
@@ -193,13 +193,13 @@ def _parameters(module: nn.Module, recurse: bool) -> list[tuple[str, Tensor]]:
     return list(module.named_parameters(recurse=recurse, remove_duplicate=False))
 
 
-def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
+def _groups(model: nn.Module, sizing: _Sizing) -> list[_TiedAtoms]:
     """Collect the atoms into groups, in the order of the model."""
-    group_of: dict[int, _Group] = {}  # by tensor
-    groups: dict[int, _Group] = {}  # by identity, in order
+    group_of: dict[int, _TiedAtoms] = {}  # by tensor
+    groups: dict[int, _TiedAtoms] = {}  # by identity, in order
     for names, tensors in _atoms(model, sizing.whole):
         found = {id(group_of[id(tensor)]) for _, tensor, _ in tensors if id(tensor) in group_of}
-        group, *others = [other for ident, other in groups.items() if ident in found] if found else [_Group()]
+        group, *others = [other for ident, other in groups.items() if ident in found] if found else [_TiedAtoms()]
         for other in others:
             _merge(group, other, group_of, groups)
         groups.setdefault(id(group), group)
@@ -218,7 +218,9 @@ def _groups(model: nn.Module, sizing: _Sizing) -> list[_Group]:
     return list(groups.values())
 
 
-def _merge(first: _Group, second: _Group, group_of: dict[int, _Group], groups: dict[int, _Group]) -> None:
+def _merge(
+    first: _TiedAtoms, second: _TiedAtoms, group_of: dict[int, _TiedAtoms], groups: dict[int, _TiedAtoms]
+) -> None:
     """Merge the second group into the first, which keeps its position in the order."""
     del groups[id(second)]
     first.atoms += second.atoms
@@ -248,7 +250,9 @@ class _DoesNotFit(Exception):
 class _Planner:
     """Allocate groups to places in order; the sizes of groups are computed once."""
 
-    def __init__(self, groups: list[_Group], budgets: dict[Any, float], offload_buffers: bool, fallback: bool) -> None:
+    def __init__(
+        self, groups: list[_TiedAtoms], budgets: dict[Any, float], offload_buffers: bool, fallback: bool
+    ) -> None:
         self.groups, self.budgets = groups, budgets
         self.sizes = [group.size for group in groups]
         self.offload_buffers, self.fallback = offload_buffers, fallback
@@ -294,7 +298,7 @@ class _Planner:
             [group for group, place in zip(self.groups, allocation.places, strict=True) if place in offload_places]
         )
 
-    def _room_for(self, offloaded: Sequence[_Group]) -> int:
+    def _room_for(self, offloaded: Sequence[_TiedAtoms]) -> int:
         """Return the size of the largest layer, plus all buffers if those stay on the main device."""
         if self.offload_buffers:
             return max((group.layer for group in offloaded), default=0)

@@ -49,7 +49,7 @@ _MOST_MACHINES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class MachineReport:
     """The settings that one machine sends to machine 0."""
 
     machine_rank: int
@@ -79,7 +79,7 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PreflightReply:
     """What machine 0 sends: a challenge, if there is a secret, and at the end whether the machine may go on."""
 
     go: bool = False
@@ -101,7 +101,7 @@ def check_port(address: str, port: int) -> None:
 
 
 def wait_for_all_machines(
-    own: Report, address: str, port: int, hosts: str | None, *, comes_up_late: bool = False, secret: str = ""
+    own: MachineReport, address: str, port: int, hosts: str | None, *, comes_up_late: bool = False, secret: str = ""
 ) -> None:
     """Return when all machines are connected; raise when one cannot connect or disagrees."""
     if own.machine_rank == 0:
@@ -125,7 +125,7 @@ class _Link:
     until: float
     """When it has to have said its line."""
     received: bytes = b""
-    report: Report | None = None
+    report: MachineReport | None = None
     challenge: str = ""
     is_accepted: bool = False
 
@@ -137,7 +137,7 @@ class _Refused(Exception):
 class _Coordinator:
     """The side of machine 0: collects the reports and answers all machines; see [Note: strangers at the port]."""
 
-    def __init__(self, own: Report, address: str, port: int, hosts: str | None, secret: str) -> None:
+    def __init__(self, own: MachineReport, address: str, port: int, hosts: str | None, secret: str) -> None:
         self._own = own
         self._address, self._port = address, port
         self._secret = secret
@@ -159,7 +159,7 @@ class _Coordinator:
                     next_notice += SECONDS_BETWEEN_NOTICES
                     notify(self._missing_text(seconds))
                 self._look()
-            self._reply(Answer(go=True))
+            self._reply(PreflightReply(go=True))
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -226,20 +226,20 @@ class _Coordinator:
         if rest or not end:
             raise _Refused("it said more than a line")
         if link.report is None:
-            self._hear_report(link, _decode(Report, line))
+            self._hear_report(link, _decode(MachineReport, line))
         elif not _is_equal(_decode(Proof, line).proof, _proof(self._secret, link.report, link.challenge)):
             raise _Refused(f"machine {link.report} does not know the secret of {SECRET_VARIABLE}")
         else:
             self._add(link, link.report)
 
-    def _hear_report(self, link: _Link, report: Report) -> None:
+    def _hear_report(self, link: _Link, report: MachineReport) -> None:
         link.report = report
         if bool(report.nonce) != bool(self._secret):
             words = "with" if self._secret else "without"
             reason = (
                 f"Machine 0 was started {words} {SECRET_VARIABLE}, unlike machine {report}: start all with the same."
             )
-            _send(link.connection, Answer(objection=reason))
+            _send(link.connection, PreflightReply(objection=reason))
             raise _Refused(f"machine {report} was not started {words} {SECRET_VARIABLE}")
         if not self._secret:
             self._add(link, report)
@@ -247,10 +247,12 @@ class _Coordinator:
             link.challenge = secrets.token_hex(16)
             _send(
                 link.connection,
-                Answer(challenge=link.challenge, proof=_proof(self._secret, self._own, link.challenge + report.nonce)),
+                PreflightReply(
+                    challenge=link.challenge, proof=_proof(self._secret, self._own, link.challenge + report.nonce)
+                ),
             )
 
-    def _add(self, link: _Link, report: Report) -> None:
+    def _add(self, link: _Link, report: MachineReport) -> None:
         conflict = self._conflict_with(report)
         if conflict is not None:
             self._abort(f"The machines do not agree: {conflict}", link)
@@ -262,7 +264,7 @@ class _Coordinator:
         """Return the machines that are not connected."""
         return [rank for rank in range(1, self._own.num_machines) if rank not in self._connected]
 
-    def _conflict_with(self, report: Report) -> str | None:
+    def _conflict_with(self, report: MachineReport) -> str | None:
         connected = self._connected.get(report.machine_rank)
         if connected is not None and not _is_open(connected.connection):
             self._drop(connected)  # it has gone, and this is the same machine again
@@ -284,10 +286,10 @@ class _Coordinator:
 
     def _abort(self, reason: str, *more: _Link) -> NoReturn:
         """Send the reason to all connected machines, and raise it here."""
-        self._reply(Answer(objection=reason), *more)
+        self._reply(PreflightReply(objection=reason), *more)
         raise LaunchError(reason)
 
-    def _reply(self, answer: Answer, *more: _Link) -> None:
+    def _reply(self, answer: PreflightReply, *more: _Link) -> None:
         for link in (*self._connected.values(), *more):
             with suppress(OSError):  # just disconnected: torch's rendezvous will report it
                 _send(link.connection, answer)
@@ -310,7 +312,7 @@ class _Coordinator:
         )
 
 
-def _report_to_coordinator(own: Report, address: str, port: int, comes_up_late: bool, secret: str) -> None:
+def _report_to_coordinator(own: MachineReport, address: str, port: int, comes_up_late: bool, secret: str) -> None:
     """Report to machine 0 and wait for its answer; report again if it was restarted meanwhile."""
     started = time.monotonic()
     next_notice = started + SECONDS_BETWEEN_NOTICES
@@ -319,7 +321,7 @@ def _report_to_coordinator(own: Report, address: str, port: int, comes_up_late: 
             try:
                 answer = _ask(connection, own, secret)
             except (OSError, _Refused):
-                answer = Answer()
+                answer = PreflightReply()
         if answer.objection:
             raise LaunchError(printable(answer.objection, 1000))
         if answer.go:
@@ -336,26 +338,26 @@ def _report_to_coordinator(own: Report, address: str, port: int, comes_up_late: 
         time.sleep(1.0)
 
 
-def _ask(connection: socket.socket, own: Report, secret: str) -> Answer:
+def _ask(connection: socket.socket, own: MachineReport, secret: str) -> PreflightReply:
     """Report to machine 0, and return its last word."""
     until = time.monotonic() + SECONDS_TO_WAIT
     if secret:
         own = replace(own, nonce=secrets.token_hex(16))
     _send(connection, own)
-    answer = _decode(Answer, _read_line(connection, until))
+    answer = _decode(PreflightReply, _read_line(connection, until))
     if not secret or answer.objection:
         return answer
     machine_0 = replace(own, machine_rank=0, host="", nonce="")
     if not _is_equal(answer.proof, _proof(secret, machine_0, answer.challenge + own.nonce)):
-        return Answer(
+        return PreflightReply(
             objection=f"Machine 0 does not know the secret of {SECRET_VARIABLE} that machine {own} has: start all "
             "machines with the same."
         )
     _send(connection, Proof(proof=_proof(secret, own, answer.challenge)))
-    return _decode(Answer, _read_line(connection, until))
+    return _decode(PreflightReply, _read_line(connection, until))
 
 
-def _proof(secret: str, of: Report, numbers: str) -> str:
+def _proof(secret: str, of: MachineReport, numbers: str) -> str:
     """Return what only a machine can compute that knows the secret."""
     settings = "" if of.machine_rank == 0 else json.dumps(asdict(of))
     return hmac.new(secret.encode(), f"{of.machine_rank} {numbers} {settings}".encode(), hashlib.sha256).hexdigest()
@@ -406,7 +408,7 @@ def _is_equal(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
 
 
-def _send(connection: socket.socket, message: Report | Proof | Answer) -> None:
+def _send(connection: socket.socket, message: MachineReport | Proof | PreflightReply) -> None:
     connection.sendall(json.dumps(asdict(message)).encode() + b"\n")
 
 

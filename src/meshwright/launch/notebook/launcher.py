@@ -27,7 +27,7 @@ from ..console import loggers_silenced
 from ..devices import count_accelerators
 from ..machines.preflight import check_port
 from ..processes.signals import TERMINATION_SIGNALS, handlers_restored
-from .task import Task, attach_diagnosis, reset_signals, run_task, run_task_on_xla
+from .task import NotebookTask, attach_diagnosis, reset_signals, run_task, run_task_on_xla
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -238,11 +238,11 @@ def _port(use_port: str | int, num_nodes: int) -> int:
 @contextmanager
 def _new_task(
     function: Callable[..., Any], args: Sequence[Any], start_method: str, line_prefix: str | None = None
-) -> Iterator[Task]:
+) -> Iterator[NotebookTask]:
     if start_method == "fork":
         freeze_inherited_objects()
     with temporary_folder("notebook") as directory:
-        yield Task(
+        yield NotebookTask(
             function=function,
             args=tuple(args),
             directory=directory,
@@ -304,7 +304,7 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any]) -> Any:
             Runtime.reset()
 
 
-def _run_elastic(task: Task, *, backend: str, rank: int, rdzv_configs: dict[str, Any], **launch: Any) -> None:
+def _run_elastic(task: NotebookTask, *, backend: str, rank: int, rdzv_configs: dict[str, Any], **launch: Any) -> None:
     """Run a task on workers of torchelastic."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -355,7 +355,7 @@ def _exit_codes(error: ChildFailedError) -> dict[int, int]:
     return {rank: code for rank, code in codes.items() if code not in (None, 0, -signal.SIGTERM)}  # which torch sends
 
 
-def _run_debugged_rank(task: Task, num_processes: int, debug_rank: int) -> Any:
+def _run_debugged_rank(task: NotebookTask, num_processes: int, debug_rank: int) -> Any:
     """Run the debugged rank of a task in this process, and the other ranks in processes of their own."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
@@ -393,7 +393,7 @@ def _ignore_error(*_: Any) -> None:
     """Replace `sys.excepthook` where errors are reported elsewhere."""
 
 
-def _run_peer(index: int, task: Task, ranks: Sequence[int]) -> None:
+def _run_peer(index: int, task: NotebookTask, ranks: Sequence[int]) -> None:
     """Run a rank that is not debugged, without breakpoints and without the debugger's signals."""
     reset_signals(on_interrupt=signal.SIG_DFL)
     if hasattr(os, "setpgrp"):
@@ -409,7 +409,7 @@ def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Replace `breakpoint()` in a rank that is not debugged."""
 
 
-def _call_with_debug_timeout(task: Task) -> Any:
+def _call_with_debug_timeout(task: NotebookTask) -> Any:
     """Call the function with a process group whose timeout allows for a rank in the debugger."""
     from ...runtime.group.runtime import Runtime
 

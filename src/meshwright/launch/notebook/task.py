@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class NotebookTask:
     """A function, its arguments, and the directory to which workers write the result or their failures.
 
     A forked worker shares the notebook's memory and returns plain pickle, so that a class of the notebook stays the
@@ -175,7 +175,7 @@ def leave_process_group() -> None:
         running.leave_group(all_ranks=True)
 
 
-def run_task(task: Task) -> None:
+def run_task(task: NotebookTask) -> None:
     """Run a task in a worker that torchelastic started."""
     interrupted = threading.Event()
 
@@ -189,7 +189,7 @@ def run_task(task: Task) -> None:
         raise KeyboardInterrupt  # the function has handled it, but its result is no longer needed
 
 
-def run_task_on_xla(index: int, task: Task, expected: int | None) -> None:
+def run_task_on_xla(index: int, task: NotebookTask, expected: int | None) -> None:
     """Run a task in a process that torch_xla started for a device."""
     from ...runtime.devices import xla
 
@@ -246,9 +246,11 @@ class _LineBuffer:
         return getattr(self._stream, name)
 
 
-def _task_from_pickle(payload: bytes, directory: Path, start_method: str, line_prefix: str | None) -> Task:
+def _task_from_pickle(payload: bytes, directory: Path, start_method: str, line_prefix: str | None) -> NotebookTask:
     function, args = pickle.loads(payload)
-    return Task(function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix)
+    return NotebookTask(
+        function=function, args=args, directory=directory, start_method=start_method, line_prefix=line_prefix
+    )
 
 
 def _without_watcher_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -11,11 +11,11 @@ from types import FrameType
 
 from ...config import environment
 from ...config.launch.settings import LaunchSettings
-from ..plan import Plan, worker_command
+from ..plan import LaunchPlan, worker_command
 from .signals import handled_by
 
 
-def run_plan(settings: LaunchSettings, plan: Plan, *, replace_process: bool) -> int:
+def run_plan(settings: LaunchSettings, plan: LaunchPlan, *, replace_process: bool) -> int:
     """Run the plan and return the exit code of the launch.
 
     With `replace_process`, a plan of one command replaces this process (exec), and the call does not return. Otherwise
@@ -48,7 +48,7 @@ def _run(command: list[str], variables: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _command(settings: LaunchSettings, plan: Plan) -> list[str]:
+def _command(settings: LaunchSettings, plan: LaunchPlan) -> list[str]:
     command = worker_command(settings, plan.script, recorded=False)
     if plan.method == "mpirun":
         total = str(plan.num_processes)
@@ -68,5 +68,5 @@ def _all_accelerators() -> list[str]:
     return [f"--gpus-per-node={number}"] if number else []
 
 
-def _export_flags(plan: Plan) -> list[str]:
+def _export_flags(plan: LaunchPlan) -> list[str]:
     return [word for name in plan.variables for word in ("-x", name)]

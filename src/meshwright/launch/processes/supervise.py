@@ -19,17 +19,17 @@ from ...temporary import new_folder, remove_folder
 from ..console import notify
 from ..machines import preflight
 from ..machines.memory import copies_of
-from ..plan import Plan, worker_command
+from ..plan import LaunchPlan, worker_command
 from .guard import Guard
 from .signals import exit_at_once, handled_by
 from .verdict import judge, panel
 from .worker import LAUNCHER_PID, TRACEBACK_FILE_NAME
 
 if TYPE_CHECKING:
-    from .elastic.job import Outcome
+    from .elastic.job import LocalOutcome
 
 
-def supervise(settings: LaunchSettings, plan: Plan) -> int:
+def supervise(settings: LaunchSettings, plan: LaunchPlan) -> int:
     """Run the processes of this machine by torchelastic, print the verdict, and return the exit code."""
     if not (settings.module or settings.no_python or Path(plan.script[0]).exists()):
         raise LaunchError(f"There is no script {plan.script[0]} in {Path.cwd()}.")
@@ -68,7 +68,7 @@ def _kept_tracebacks(folder: Path) -> str | None:
 
 
 def conclude(
-    settings: LaunchSettings, outcome: Outcome, *, out_of_memory: bool, num_machines: int, logs: str | None
+    settings: LaunchSettings, outcome: LocalOutcome, *, out_of_memory: bool, num_machines: int, logs: str | None
 ) -> int:
     """Say how the processes ended, if they did not simply end; return the exit code of the launch."""
     if outcome.asks_for_restart:
@@ -96,13 +96,13 @@ def conclude(
     return verdict.exit_code
 
 
-def _check_rendezvous(plan: Plan, secret: str) -> None:
+def _check_rendezvous(plan: LaunchPlan, secret: str) -> None:
     """Check ports and the other machines, before anything slow."""
     if plan.num_machines == 1:
         if not plan.port_is_free:
             preflight.check_port(plan.address, plan.port)
     elif plan.backend == "static":
-        own = preflight.Report(
+        own = preflight.MachineReport(
             machine_rank=plan.machine_rank,
             num_machines=plan.num_machines,
             processes_here=plan.processes_here,
@@ -115,15 +115,15 @@ def _check_rendezvous(plan: Plan, secret: str) -> None:
         preflight.check_reachable(plan.address, plan.port, comes_up_late=plan.comes_up_late)
 
 
-def _run(settings: LaunchSettings, plan: Plan, folder: Path, guard: Guard) -> Outcome:
-    from .elastic.job import Job, PortInUse
+def _run(settings: LaunchSettings, plan: LaunchPlan, folder: Path, guard: Guard) -> LocalOutcome:
+    from .elastic.job import ElasticJob, PortInUse
     from .elastic.run import run
 
     several = plan.num_machines > 1
     tee, redirects = settings.tee, settings.redirects
     if settings.log_dir and tee == redirects == "0":
         tee, redirects = ("0:3" if plan.machine_rank == 0 else "0"), "3"
-    job = Job(
+    job = ElasticJob(
         command=tuple(worker_command(settings, plan.script, recorded=True)),
         processes_here=plan.processes_here,
         min_machines=plan.min_machines,
@@ -165,7 +165,7 @@ def _rendezvous_settings(settings: LaunchSettings) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _run_id(plan: Plan) -> str:
+def _run_id(plan: LaunchPlan) -> str:
     """Return an id that all machines of this run share."""
     return uuid.uuid4().hex[:8] if plan.num_machines == 1 else f"meshwright-{plan.port}"
 

@@ -19,7 +19,7 @@ from ..modules.dtensors import whole
 from ..modules.means import divisors_of, is_sum
 from .cutting import CannotCutError, Partition, require_use_in_own_stage
 from .stages import StageView
-from .tracing import MetaModel, StageBoundary, Trace
+from .tracing import ForwardTrace, MetaModel, StageBoundary
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 _MAX_PLANS, _MAX_TRACES = 8, 256
@@ -51,8 +51,8 @@ class Pipeline:
         self._meta_model = meta_model
         self.names = list(meta_model.model.state_dict())
         """The names in the full state dict, in its order."""
-        self._plans: dict[Any, _Plan] = {}
-        self._traces: dict[Any, Trace] = {}
+        self._plans: dict[Any, _ScheduledStages] = {}
+        self._traces: dict[Any, ForwardTrace] = {}
         self._compares_means = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,16 +154,16 @@ class Pipeline:
             plan.release()
         self.views[-1].sync_to_model()
 
-    def _plan(self, calls: list[Call], training: bool) -> _Plan:
+    def _plan(self, calls: list[Call], training: bool) -> _ScheduledStages:
         """Return the cached stages and schedule for micro-batches of this shape."""
         form = (self.views[0].module.training, *(_shape_key(name, leaf) for name, leaf in named_leaves(calls[0])))
         key = (training, len(calls), form)
         if key not in self._plans:
             _evict_oldest(self._plans, _MAX_PLANS)
-            self._plans[key] = _Plan(self, self._trace(form, calls[0]), len(calls), training)
+            self._plans[key] = _ScheduledStages(self, self._trace(form, calls[0]), len(calls), training)
         return self._plans[key]
 
-    def _trace(self, form: Any, call: Call) -> Trace:
+    def _trace(self, form: Any, call: Call) -> ForwardTrace:
         if form not in self._traces:
             _evict_oldest(self._traces, _MAX_TRACES)
             trace = self._meta_model.trace(*call, training=self.views[0].module.training)
@@ -193,10 +193,10 @@ class Pipeline:
         return recursively_apply(share, forms[0], test_type=lambda leaf: isinstance(leaf, TensorInformation))
 
 
-class _Plan:
+class _ScheduledStages:
     """torch's stages and schedule for micro-batches of one shape."""
 
-    def __init__(self, pipeline: Pipeline, trace: Trace, parts: int, training: bool) -> None:
+    def __init__(self, pipeline: Pipeline, trace: ForwardTrace, parts: int, training: bool) -> None:
         self.finish: Callable[[int, Any], Any] | None = None
         self.stages = [
             _Stage(
@@ -243,7 +243,7 @@ class _Stage(PipelineStage):
     def __init__(
         self,
         view: StageView,
-        trace: Trace,
+        trace: ForwardTrace,
         *,
         group: dist.ProcessGroup,
         device: torch.device,

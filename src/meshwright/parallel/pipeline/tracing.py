@@ -78,7 +78,7 @@ class StageBoundary:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """The result of tracing one forward pass."""
 
     boundaries: list[StageBoundary]
@@ -133,11 +133,11 @@ class MetaModel:
                 f"be copied: {error}."
             ) from error
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> Trace:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = True) -> ForwardTrace:
         """Trace the forward pass once; raise `CannotCutError` if the model cannot be cut here."""
         self.model.train(training)
         args, kwargs = recursively_apply(torch.clone, (args, kwargs))  # a forward pass may write into its inputs
-        tracer = _StageTracer(self._names, self.partition, self._device, _SharedState(self.model, self.partition))
+        tracer = _StageTracer(self._names, self.partition, self._device, _StageState(self.model, self.partition))
         hooks = [
             self.model.get_submodule(start).register_forward_pre_hook(tracer.entry_hook(index), with_kwargs=True)
             for index, start in enumerate(self.partition.starts, 1)
@@ -159,7 +159,7 @@ class MetaModel:
             for hook in hooks:
                 hook.remove()
         tracer.finish(outputs)
-        return Trace(tracer.boundaries, tracer.uses, tracer.state.changes)
+        return ForwardTrace(tracer.boundaries, tracer.uses, tracer.state.changes)
 
 
 def partition_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
@@ -169,7 +169,7 @@ def partition_by_use(model: nn.Module, starts: list[str], args: tuple[Any, ...],
     return partition_model(model, starts, uses)
 
 
-class _SharedState:
+class _StageState:
     """State that a forward pass may change in modules that every stage has: saved buffers, and numbers."""
 
     def __init__(self, model: nn.Module, partition: Partition) -> None:
@@ -210,7 +210,7 @@ class _SharedState:
 class _StageTracer(TorchFunctionMode):
     """Record for every operation in which stage it runs, and what it uses. See [Note: stage boundaries]."""
 
-    def __init__(self, names: dict[int, str], partition: Partition, device: torch.device, state: _SharedState) -> None:
+    def __init__(self, names: dict[int, str], partition: Partition, device: torch.device, state: _StageState) -> None:
         super().__init__()
         self.stage = 0
         self.uses: dict[str, set[int]] = {}

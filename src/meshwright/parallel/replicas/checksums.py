@@ -40,7 +40,7 @@ def require_equal_replicas(models: Iterable[nn.Module], ranks: Sequence[int], gr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ReplicaDifference:
     """Replicas that are not equal."""
 
     odd: tuple[int, ...]
@@ -53,7 +53,7 @@ class Difference:
 
 def difference(
     models: Iterable[nn.Module], ranks: Sequence[int], device: torch.device, gather: Callable[[Tensor], Tensor]
-) -> Difference | None:
+) -> ReplicaDifference | None:
     """Compare the parameters of all ranks; `gather` returns what the ranks pass to it, in their order.
 
     One number per rank is exchanged. Only if these differ are the checksums of all tensors.
@@ -94,7 +94,7 @@ def _first_finding(finding: str, device: torch.device) -> str:
     return str(next(filter(None, findings)))
 
 
-def _describe(ranks: Sequence[int], totals: Sequence[int], names: Sequence[str], sums: Tensor) -> Difference:
+def _describe(ranks: Sequence[int], totals: Sequence[int], names: Sequence[str], sums: Tensor) -> ReplicaDifference:
     (usual, count), *others = Counter(totals).most_common()
     odd = [index for index, total in enumerate(totals) if total != usual]
     is_clear = not others or count > others[0][1]
@@ -113,7 +113,7 @@ def _describe(ranks: Sequence[int], totals: Sequence[int], names: Sequence[str],
         f"{who} in {where}. Replicas apply the same gradients, and are bitwise equal unless a device computes "
         f"wrongly or the script changes parameters on one rank only. {remedy}"
     )
-    return Difference(odd=tuple(ranks[index] for index in odd) if is_clear else (), tensors=where, text=text)
+    return ReplicaDifference(odd=tuple(ranks[index] for index in odd) if is_clear else (), tensors=where, text=text)
 
 
 class PeriodicComparison:

@@ -48,8 +48,6 @@ class GradientState:
         cls._current = state
         return state
 
-    between_batches: Callable[[], None] | None = None
-    """Called when the outermost loop over a loader has completed its body, before the next batch is read."""
     instruments: Instruments = PROCESS
     """What sees the loop; see `instruments.py`."""
     _loaders: list[Callable[[], Any]]  # weak references, outermost first; a dead one removes itself
@@ -140,10 +138,9 @@ class GradientState:
             self._remove_dataloader(loader)
             self._add_dataloader(loader)
 
-    def _complete_body(self, loader: ActiveLoader) -> None:
-        """Take note that the body of a loop over a loader is complete; loops inside of it do not count."""
-        if self.between_batches is not None and self._loaders[1]() is loader:
-            self.between_batches()
+    def is_outermost(self, loader: ActiveLoader) -> bool:
+        """Return whether the loop over a loader is inside of no loop over another one."""
+        return self._loaders[1]() is loader
 
     def _remove_dataloader(self, loader: ActiveLoader) -> None:
         self._loaders[1:] = [other for other in self._loaders[1:] if other() is not loader]

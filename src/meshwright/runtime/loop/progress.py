@@ -18,7 +18,7 @@ _BETWEEN_SECONDS_IN_A_FILE = 10.0
 _WIDTH = 30
 
 
-class _Line:
+class _StatusLine:
     """A status line that is overwritten in a terminal, and repeated periodically in a log file."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def progress(items: Sequence[T], description: str, unit: str = "steps") -> Itera
     if not items or _is_silent():
         yield from items
         return
-    line, total = _Line(), len(items)
+    line, total = _StatusLine(), len(items)
     for done, item in enumerate(items, start=1):
         yield item
         if line.is_due():
@@ -84,7 +84,7 @@ def while_slow(describe: Callable[[], str]) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    line, text = _Line(), ""
+    line, text = _StatusLine(), ""
 
     def update() -> None:
         nonlocal text

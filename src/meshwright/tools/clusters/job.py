@@ -30,7 +30,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ClusterJob:
     """A launch as a job of a cluster."""
 
     name: str
@@ -49,7 +49,7 @@ class Job:
     """Between SIGTERM and SIGKILL."""
 
     @classmethod
-    def from_settings(cls, settings: LaunchSettings, script: Sequence[str]) -> Job:
+    def from_settings(cls, settings: LaunchSettings, script: Sequence[str]) -> ClusterJob:
         """Read a launch as a job; refuse what a job cannot have, and ask for what it needs."""
         values = {name: item.value for name, item in settings.resolved.items()}
         _refuse(settings, values)

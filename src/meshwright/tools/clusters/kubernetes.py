@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config import environment
 from ...errors import REQUEUE_EXIT_CODE
-from .job import Job
+from .job import ClusterJob
 
 CONTAINER = "node"
 """Also the name of the replicated job: Kubeflow Trainer expects both."""
@@ -16,14 +16,14 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _TRAINER = "trainer.kubeflow.org"
 
 
-def documents(job: Job, kind: str) -> list[dict[str, Any]]:
+def documents(job: ClusterJob, kind: str) -> list[dict[str, Any]]:
     """Return the objects of a job, for `kubectl apply`."""
     if job.image is None:
         raise ValueError("A pod needs an image that holds the script and its packages: give --image.")
     return [_jobset(job)] if kind == "JobSet" else [_runtime(job), _train_job(job)]
 
 
-def _jobset(job: Job) -> dict[str, Any]:
+def _jobset(job: ClusterJob) -> dict[str, Any]:
     container = {
         "name": CONTAINER,
         "image": job.image,
@@ -47,7 +47,7 @@ def _jobset(job: Job) -> dict[str, Any]:
     }
 
 
-def _runtime(job: Job) -> dict[str, Any]:
+def _runtime(job: ClusterJob) -> dict[str, Any]:
     """Return what a TrainJob cannot say itself: how the pods end, what is mounted, and when they start again."""
     container = {"name": CONTAINER, "image": job.image}
     return {
@@ -74,7 +74,7 @@ def _runtime(job: Job) -> dict[str, Any]:
     }
 
 
-def _train_job(job: Job) -> dict[str, Any]:
+def _train_job(job: ClusterJob) -> dict[str, Any]:
     """Return the TrainJob. Trainer adds the `PET_` variables, the port and the headless service."""
     return {
         "apiVersion": f"{_TRAINER}/v1alpha1",
@@ -94,7 +94,7 @@ def _train_job(job: Job) -> dict[str, Any]:
     }
 
 
-def _job_spec(job: Job, container: dict[str, Any]) -> dict[str, Any]:
+def _job_spec(job: ClusterJob, container: dict[str, Any]) -> dict[str, Any]:
     """Return the Job: a pod that saved and left is replaced, another failure ends the Job, and JobSet counts it."""
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
@@ -121,7 +121,7 @@ def _job_spec(job: Job, container: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _places(job: Job) -> list[dict[str, Any]]:
+def _places(job: ClusterJob) -> list[dict[str, Any]]:
     """Return the variables by which the pods find each other, as Kubeflow Trainer sets them."""
     names = environment.MACHINES[0]
     return [
@@ -138,7 +138,7 @@ def _literal(words: Iterable[str]) -> list[str]:
     return [re.sub(r"\$(?=[$(])", "$$", word) for word in words]
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _resources(job: ClusterJob) -> dict[str, Any]:
     assert job.accelerators is not None
     name, number = job.accelerators
     return {"limits": {name: str(number)}}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import REQUEUE_EXIT_CODE
-from .job import Job
+from .job import ClusterJob
 
 REQUIREMENTS = "requirements.txt"
 
 
-def task(job: Job) -> dict[str, Any]:
+def task(job: ClusterJob) -> dict[str, Any]:
     """Return the task. SkyPilot starts it again after a preemption and after exit code 75; the script resumes."""
     resources: dict[str, Any] = {"use_spot": True}
     if job.accelerators is not None:
@@ -33,7 +33,7 @@ def task(job: Job) -> dict[str, Any]:
     return found | {"run": shlex.join(_command(job))}
 
 
-def _command(job: Job) -> list[str]:
+def _command(job: ClusterJob) -> list[str]:
     """Return the launch; SkyPilot tells it the machines, and this the processes."""
     total = str(job.machines * job.processes_per_machine)
     return [*job.command[:2], "--num_processes", total, *job.command[2:]]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .records import Step
+from .records import ComparedStep
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Case:
     """What is known of a difference."""
 
     first: Difference
-    theirs: Step
-    ours: Step
+    theirs: ComparedStep
+    ours: ComparedStep
     processes: int
     on_cpu: bool
     other_torch: bool

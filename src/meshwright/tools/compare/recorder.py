@@ -56,13 +56,13 @@ class AfterTorch:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                Recorder(self._folder).start()
+                RunRecorder(self._folder).start()
 
         loader.exec_module = execute_and_record
         return spec
 
 
-class Recorder:
+class RunRecorder:
     """Note every loss, gradient norm, learning rate and batch of this process until the last step."""
 
     def __init__(self, folder: Path) -> None:

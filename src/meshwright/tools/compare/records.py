@@ -24,7 +24,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Step:
+class ComparedStep:
     """One step of an optimizer. Floats are texts, because JSON has no infinity."""
 
     losses: list[str]
@@ -53,11 +53,11 @@ class End:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankRecord:
     """All lines of one rank."""
 
     start: Start
-    steps: list[Step]
+    steps: list[ComparedStep]
     end: End
 
     @property
@@ -67,17 +67,17 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One run of the script."""
 
-    ranks: list[Rank]
+    ranks: list[RankRecord]
     files: list[str] = field(default_factory=list)
     """What it has written into its folder."""
     parameters: Path | None = None
     """Those of the first rank at the end."""
 
 
-def read_run(folder: Path, files: list[str]) -> Run:
+def read_run(folder: Path, files: list[str]) -> ComparedRun:
     """Return what all ranks of a run have written; raise InvalidDataError if one is missing or incomplete."""
     ranks = [_read_rank(file) for file in sorted((folder / RECORDS).glob("rank-*.jsonl"), key=_number)]
     if not ranks:
@@ -86,7 +86,7 @@ def read_run(folder: Path, files: list[str]) -> Run:
     if len(ranks) != expected:
         raise InvalidDataError(f"{len(ranks)} of {expected} processes have recorded a step")
     saved = folder / RECORDS / PARAMETERS
-    return Run(ranks, files, saved if saved.is_file() else None)
+    return ComparedRun(ranks, files, saved if saved.is_file() else None)
 
 
 def steps_so_far(folder: Path) -> int:
@@ -105,16 +105,17 @@ def _number(file: Path) -> int:
     return int(file.stem.partition("-")[2])
 
 
-def _read_rank(file: Path) -> Rank:
+def _read_rank(file: Path) -> RankRecord:
     what = f"the record {file.name}"
     lines = [parse_object(line, what) for line in read_bytes(file, what).splitlines()]
-    starts, steps, ends = _of_kind(lines, Start, what), _of_kind(lines, Step, what), _of_kind(lines, End, what)
+    starts = _of_kind(lines, "start", Start, what)
+    steps = _of_kind(lines, "step", ComparedStep, what)
+    ends = _of_kind(lines, "end", End, what)
     if len(starts) != 1 or len(ends) != 1 or not steps:
         raise InvalidDataError(f"{what} is incomplete: the process was killed after {len(steps)} steps")
-    return Rank(starts[0], steps, ends[0])
+    return RankRecord(starts[0], steps, ends[0])
 
 
-def _of_kind(lines: list[dict[str, Any]], kind: type[T], what: str) -> list[T]:
-    name = kind.__name__.lower()
-    found = ({key: value for key, value in line.items() if key != "kind"} for line in lines if line.get("kind") == name)
-    return [build(kind, values, what) for values in found]
+def _of_kind(lines: list[dict[str, Any]], kind: str, made: type[T], what: str) -> list[T]:
+    found = ({key: value for key, value in line.items() if key != "kind"} for line in lines if line.get("kind") == kind)
+    return [build(made, values, what) for values in found]

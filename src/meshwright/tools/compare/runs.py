@@ -20,7 +20,7 @@ from ... import __version__
 from ...errors import InvalidDataError
 from ...untrusted import build, parse_object, printable_lines
 from . import recorder
-from .records import Run, have_ended, read_run, steps_so_far
+from .records import ComparedRun, have_ended, read_run, steps_so_far
 
 _ASK = """
 import importlib.metadata, importlib.util, json, sys
@@ -136,7 +136,7 @@ class Runner:
     seconds: float
     folder: Path
 
-    def run(self, side: Side, processes: int) -> Generator[int | Run, None, None]:
+    def run(self, side: Side, processes: int) -> Generator[int | ComparedRun, None, None]:
         """Run the script once; yield the number of steps that it has made so far, and finally what was recorded."""
         name = "ours" if side.is_ours else "theirs"
         folder = self.folder / f"{name}-{processes}-{len(list(self.folder.iterdir()))}"

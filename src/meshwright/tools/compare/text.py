@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .verdict import Spread, Totals, Verdict
+from .verdict import ComparisonVerdict, PackageTotals, Quartiles
 
 _DIFFERENCES = "docs/differences.md"
 _MOST_FILES = 6
 
 
-def page_of(verdict: Verdict, names: tuple[str, str]) -> str:
+def page_of(verdict: ComparisonVerdict, names: tuple[str, str]) -> str:
     """Return what is known of one number of processes: the answer, the steps, and what each package took."""
     return "\n".join((*_answer(verdict, names), "", *_steps(verdict), "", *_totals(verdict, names), ""))
 
 
-def _answer(verdict: Verdict, names: tuple[str, str]) -> Iterator[str]:
+def _answer(verdict: ComparisonVerdict, names: tuple[str, str]) -> Iterator[str]:
     where = "1 process" if verdict.processes == 1 else f"{verdict.processes} processes"
     first = verdict.first
     if not verdict.is_known:
@@ -41,7 +41,7 @@ def _at(step: int) -> str:
     return f"at step {step}" if step else "before the first step"
 
 
-def _steps(verdict: Verdict) -> Iterator[str]:
+def _steps(verdict: ComparisonVerdict) -> Iterator[str]:
     yield f"  {'step':>4}  {'loss: 1.x':>14}  {'ours':>14}  {'gradient: 1.x':>14}  {'ours':>14}"
     first = None if verdict.first is None else verdict.first.step
     for step, ((a, b), (x, y)) in enumerate(zip(verdict.losses, verdict.gradient_norms, strict=True), start=1):
@@ -49,7 +49,7 @@ def _steps(verdict: Verdict) -> Iterator[str]:
         yield f"  {step:>4}  {a:>14.8g}  {b:>14.8g}  {x:>14.8g}  {y:>14.8g}{mark}"
 
 
-def _totals(verdict: Verdict, names: tuple[str, str]) -> Iterator[str]:
+def _totals(verdict: ComparisonVerdict, names: tuple[str, str]) -> Iterator[str]:
     a, b = verdict.theirs, verdict.ours
     yield _row("", names[0], names[1])
     yield _row("optimizer steps", a.steps, b.steps)
@@ -71,15 +71,15 @@ def _row(what: str, theirs: object, ours: object) -> str:
     return f"  {what:<22}  {theirs!s:<26}  {ours!s:<26}".rstrip()
 
 
-def _positions(totals: Totals) -> str:
+def _positions(totals: PackageTotals) -> str:
     return ", ".join(map(str, totals.schedulers)) or "-"
 
 
-def _read_ahead(a: Totals, b: Totals, verdict: Verdict) -> str:
+def _read_ahead(a: PackageTotals, b: PackageTotals, verdict: ComparisonVerdict) -> str:
     return "  1.x reads a batch ahead" if a.samples > b.samples and verdict.first is None else ""
 
 
-def _files(totals: Totals) -> str:
+def _files(totals: PackageTotals) -> str:
     more = f" and {len(totals.files) - _MOST_FILES} more" if len(totals.files) > _MOST_FILES else ""
     return ", ".join(totals.files[:_MOST_FILES]) + more or "-"
 
@@ -88,5 +88,5 @@ def _memory(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 
-def _time(seconds: Spread) -> str:
+def _time(seconds: Quartiles) -> str:
     return f"{seconds.median * 1e3:.3g} ms ({seconds.low * 1e3:.3g}-{seconds.high * 1e3:.3g})"

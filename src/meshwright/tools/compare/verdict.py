@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .causes import Case, Cause, Difference, causes_of
-from .records import Rank, Run
+from .records import ComparedRun, RankRecord
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """Several measures of one thing: the median, and a quarter of them below and above."""
 
     low: float
@@ -21,7 +21,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Totals:
+class PackageTotals:
     """What is the same for all steps of one package."""
 
     steps: int
@@ -31,17 +31,17 @@ class Totals:
     files: list[str]
     peak_memory: int
     peak_device_memory: int
-    seconds: Spread
+    seconds: Quartiles
     """Of a step, the first of each run left out."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonVerdict:
     """The comparison on one number of processes."""
 
     processes: int
-    theirs: Totals
-    ours: Totals
+    theirs: PackageTotals
+    ours: PackageTotals
     losses: list[tuple[float, float]]
     gradient_norms: list[tuple[float, float]]
     first: Difference | None
@@ -57,7 +57,9 @@ class Verdict:
         return self.itself is None or (self.first is not None and self.first.step < self.itself.step)
 
 
-def judge(theirs: Sequence[Run], ours: Sequence[Run], *, on_cpu: bool, other_torch: bool) -> Verdict:
+def judge(
+    theirs: Sequence[ComparedRun], ours: Sequence[ComparedRun], *, on_cpu: bool, other_torch: bool
+) -> ComparisonVerdict:
     """Compare the runs of two packages on the same number of processes."""
     first = first_difference(theirs[0], ours[0])
     repeats = [(theirs[0], run) for run in theirs[1:]] + [(ours[0], run) for run in ours[1:]]
@@ -72,7 +74,7 @@ def judge(theirs: Sequence[Run], ours: Sequence[Run], *, on_cpu: bool, other_tor
         unsteady = itself is not None and itself.step <= first.step
         causes = causes_of(Case(first, steps[0][at], steps[1][at], processes, on_cpu, other_torch, unsteady))
     pairs = list(zip(theirs[0].ranks[0].steps, ours[0].ranks[0].steps, strict=False))
-    return Verdict(
+    return ComparisonVerdict(
         processes=processes,
         theirs=_totals(theirs),
         ours=_totals(ours),
@@ -85,7 +87,7 @@ def judge(theirs: Sequence[Run], ours: Sequence[Run], *, on_cpu: bool, other_tor
     )
 
 
-def first_difference(theirs: Run, ours: Run) -> Difference | None:
+def first_difference(theirs: ComparedRun, ours: ComparedRun) -> Difference | None:
     """Return the first step at which two runs are not equal to the bit, and in what."""
     if len(theirs.ranks) != len(ours.ranks):
         return Difference(0, "processes", 0, str(len(theirs.ranks)), str(len(ours.ranks)))
@@ -94,7 +96,7 @@ def first_difference(theirs: Run, ours: Run) -> Difference | None:
     return min(differences, key=lambda difference: difference.step, default=None)
 
 
-def _of_rank(theirs: Rank, ours: Rank) -> Difference | None:
+def _of_rank(theirs: RankRecord, ours: RankRecord) -> Difference | None:
     rank = theirs.start.rank
     read: tuple[_Batches, _Batches] = (defaultdict(list), defaultdict(list))
     for step, (a, b) in enumerate(zip(theirs.steps, ours.steps, strict=False), start=1):
@@ -140,12 +142,12 @@ def _words(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _totals(runs: Sequence[Run]) -> Totals:
+def _totals(runs: Sequence[ComparedRun]) -> PackageTotals:
     first = runs[0]
     ranks = [rank for run in runs for rank in run.ranks]
     seconds = [step.seconds for run in runs for step in run.ranks[0].steps[1:]] or [first.ranks[0].steps[0].seconds]
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-    return Totals(
+    return PackageTotals(
         steps=len(first.ranks[0].steps),
         samples=sum(rank.samples for rank in first.ranks),
         schedulers=first.ranks[0].end.schedulers,
@@ -153,11 +155,11 @@ def _totals(runs: Sequence[Run]) -> Totals:
         files=first.files,
         peak_memory=max(rank.end.peak_memory for rank in ranks),
         peak_device_memory=max(rank.end.peak_device_memory for rank in ranks),
-        seconds=Spread(low, median, high),
+        seconds=Quartiles(low, median, high),
     )
 
 
-def _largest_difference(theirs: Run, ours: Run) -> float | None:
+def _largest_difference(theirs: ComparedRun, ours: ComparedRun) -> float | None:
     if theirs.parameters is None or ours.parameters is None:
         return None
     import torch

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ...inference.estimating.batches import Batch, Loss
+from ...inference.estimating.batches import Loss, ModelArguments
 from ...inference.estimating.sizes import FLOATS, Sizes
 from ..plan.memory.peak import Memory
 from ..plan.trace import ACTIVATIONS, COMMUNICATION, COPIES, GATHERED, GRADIENTS, OPTIMIZER, TEMPORARIES, WEIGHTS
-from .levers import LEVERS, Lever
+from .levers import LEVERS, Suggestion
 from .program import NotTracedError, Program
 
 _MIXED_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class ProcessLayout:
     """The distribution of a model over processes: a copy on each, or with `fsdp` a shard of every parameter."""
 
     processes: int = 1
@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inference:
+class InferenceMemory:
     """Bytes of one process for inference, at the peak."""
 
     weights: int
@@ -56,7 +56,7 @@ class Inference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingMemory:
     """Bytes of one process for training, at the peak of a step."""
 
     stored_in: str
@@ -92,7 +92,7 @@ class WithLever:
     name: str
     line: str
     """How it is written in a script."""
-    training: Training | None
+    training: TrainingMemory | None
     saves: int = 0
     """Bytes of the peak."""
     objection: str | None = None
@@ -100,14 +100,14 @@ class WithLever:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class MemoryEstimate:
     """The memory of a model in one format."""
 
     dtype: str
     largest_layer: int
     largest_layer_name: str
-    inference: Inference
-    training: Training | None
+    inference: InferenceMemory
+    training: TrainingMemory | None
     """None for formats that are for inference only, and for models without trained parameters."""
     levers: tuple[WithLever, ...] = ()
     """The same training with less memory, if it was asked for."""
@@ -121,12 +121,12 @@ def estimate(
     model: nn.Module,
     dtype: str,
     *,
-    batch: Batch | None = None,
+    batch: ModelArguments | None = None,
     loss: Loss | None = None,
-    spread: Spread = Spread(),
+    spread: ProcessLayout = ProcessLayout(),
     pure: bool = False,
     levers: bool = False,
-) -> Estimate:
+) -> MemoryEstimate:
     """Return the memory of a model in a format, with a batch per process; without one, activations are left out.
 
     The model may be on the meta device. Nothing is allocated, and the model is left as it is. `loss` takes the outputs
@@ -155,7 +155,7 @@ def estimate(
             program = replace(program, stored_in=torch.float32, mixed_precision=_MIXED_PRECISION[dtype])
         training = _training(program, dtype, problems, guesses)
     possible = levers and training is not None and not problems
-    return Estimate(
+    return MemoryEstimate(
         dtype=dtype,
         largest_layer=largest,
         largest_layer_name=name,
@@ -167,24 +167,24 @@ def estimate(
     )
 
 
-def _inference(program: Program, weights: int, problems: list[str], guesses: list[str]) -> Inference:
+def _inference(program: Program, weights: int, problems: list[str], guesses: list[str]) -> InferenceMemory:
     if not program.fsdp and program.batch is None:
-        return Inference(weights=weights, gathered=0, forward=None)
+        return InferenceMemory(weights=weights, gathered=0, forward=None)
     memory = _memory(program, problems, guesses)
     parts = _parts(memory)
     gathered = parts[GATHERED] + parts[COMMUNICATION] if program.fsdp else 0
     forward = None if problems else parts[ACTIVATIONS] + parts[COPIES] + parts[TEMPORARIES]
-    return Inference(weights=parts[WEIGHTS] if program.fsdp else weights, gathered=gathered, forward=forward)
+    return InferenceMemory(weights=parts[WEIGHTS] if program.fsdp else weights, gathered=gathered, forward=forward)
 
 
-def _training(program: Program, dtype: str, problems: list[str], guesses: list[str]) -> Training:
+def _training(program: Program, dtype: str, problems: list[str], guesses: list[str]) -> TrainingMemory:
     memory = _memory(program, problems, guesses)
     return _training_of(memory, program, dtype, has_batch=not problems)
 
 
-def _training_of(memory: Memory, program: Program, dtype: str, *, has_batch: bool) -> Training:
+def _training_of(memory: Memory, program: Program, dtype: str, *, has_batch: bool) -> TrainingMemory:
     parts = _parts(memory)
-    return Training(
+    return TrainingMemory(
         stored_in=str(program.stored_in).removeprefix("torch."),
         computed_in=dtype,
         weights=parts[WEIGHTS],
@@ -199,7 +199,7 @@ def _training_of(memory: Memory, program: Program, dtype: str, *, has_batch: boo
     )
 
 
-def _with_lever(program: Program, dtype: str, lever: Lever, without: Training) -> WithLever:
+def _with_lever(program: Program, dtype: str, lever: Suggestion, without: TrainingMemory) -> WithLever:
     objection = lever.objection(program)
     if objection is None:
         try:

@@ -28,7 +28,7 @@ _SMALLEST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lever:
+class Suggestion:
     """One line that saves memory."""
 
     name: str
@@ -52,12 +52,12 @@ def _has_head(program: Any) -> str | None:
 
 
 LEVERS = (
-    Lever(name=RECOMPUTE, line="recompute_activations(model)"),
-    Lever(name=HOST_INPUTS, line="recompute_activations(model, offload=True)"),
-    Lever(name=LINEAR_LOSS, line="linear_cross_entropy(hidden, head.weight, labels)", objection=_has_head),
-    Lever(name=IN_BACKWARD, line="step_in_backward(optimizer)", objection=_no_replicas),
-    Lever(name=EIGHT_BITS, line="bitsandbytes.optim.AdamW8bit(...)", objection=_no_shards),
-    Lever(name=STREAMED, line='Accelerator(offload="host"), or "disk"', objection=_no_shards),
+    Suggestion(name=RECOMPUTE, line="recompute_activations(model)"),
+    Suggestion(name=HOST_INPUTS, line="recompute_activations(model, offload=True)"),
+    Suggestion(name=LINEAR_LOSS, line="linear_cross_entropy(hidden, head.weight, labels)", objection=_has_head),
+    Suggestion(name=IN_BACKWARD, line="step_in_backward(optimizer)", objection=_no_replicas),
+    Suggestion(name=EIGHT_BITS, line="bitsandbytes.optim.AdamW8bit(...)", objection=_no_shards),
+    Suggestion(name=STREAMED, line='Accelerator(offload="host"), or "disk"', objection=_no_shards),
 )
 
 

@@ -19,7 +19,7 @@ from ...accelerator import Accelerator
 from ...config.environment import SETTING_VARIABLES
 from ...config.plugins.offload import OffloadConfig
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
-from ...inference.estimating.batches import Batch, Loss, default_loss
+from ...inference.estimating.batches import Loss, ModelArguments, default_loss
 from ...parallel.modules.memory.activations import recompute_activations
 from ...parallel.modules.memory.stepping import step_in_backward
 from ...runtime.collectives.nested import recursively_apply
@@ -29,7 +29,7 @@ from ..plan.memory.peak import Memory
 from ..plan.plan import FEW, MORE, Depths
 from ..plan.trace import Trace, read_trace
 from ..plan.tracing.models import Truncation
-from ..plan.tracing.script import Request, Script, trace_script
+from ..plan.tracing.script import TracedScript, TraceRequest, trace_script
 from .levers import (
     EIGHT_BITS,
     HOST_INPUTS,
@@ -59,7 +59,7 @@ class Program:
 
     model: nn.Module
     """On any device; it is left as it is."""
-    batch: Batch | None
+    batch: ModelArguments | None
     """None leaves the forward pass out: all parameters get gradients without it."""
     stored_in: torch.dtype
     training: bool = True
@@ -89,14 +89,14 @@ class Program:
             return [_finish(child, output) for child, output in zip(children, outputs, strict=True)]
 
     def _start(self, blocks: tuple[int, int] | None, output: Path) -> BaseProcess:
-        request = Request(rank=0, world_size=self.processes, output=output, blocks=blocks)
+        request = TraceRequest(rank=0, world_size=self.processes, output=output, blocks=blocks)
         child = get_context("fork").Process(target=_in_child, args=(self, request))
         child.start()
         return child
 
     # --- in the child -----------------------------------------------------------------------------------------------
 
-    def run(self, script: Script) -> None:
+    def run(self, script: TracedScript) -> None:
         """Run the program; the script ends this process."""
         # The blocks step in the backward pass from the first step on, as from the second one in a script.
         offload = OffloadConfig(step_in_backward=True) if self.lever == STREAMED else None
@@ -133,8 +133,8 @@ class Program:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _new_batch(self) -> Batch:
-        return _Fakes(self.stored_in).batch(self.batch or Batch())
+    def _new_batch(self) -> ModelArguments:
+        return _Fakes(self.stored_in).batch(self.batch or ModelArguments())
 
     def _plugin(self) -> FullyShardedDataParallelPlugin | None:
         if not self.fsdp:
@@ -142,7 +142,7 @@ class Program:
         return FullyShardedDataParallelPlugin(reshard_after_forward=self.reshard_after_forward)
 
 
-def _in_child(program: Program, request: Request) -> None:
+def _in_child(program: Program, request: TraceRequest) -> None:
     code = 1
     try:
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -205,12 +205,12 @@ class _Fakes:
                 place.update({name: self._tensor(value) for name, value in place.items() if isinstance(value, Tensor)})
         return model
 
-    def batch(self, batch: Batch) -> Batch:
+    def batch(self, batch: ModelArguments) -> ModelArguments:
         """Replace the tensors of a batch."""
         replace: Callable[[Any], Any] = self._tensor
         args, kwargs = recursively_apply(replace, [batch.args, dict(batch.kwargs)])
         keywords: Mapping[str, Any] = kwargs
-        return Batch(args=tuple(args), kwargs=keywords)
+        return ModelArguments(args=tuple(args), kwargs=keywords)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._known:

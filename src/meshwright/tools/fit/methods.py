@@ -47,7 +47,7 @@ class FittingMethods:
         """
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            from .search import Search
+            from .search import BatchSizeSearch
 
             refuse_arguments = arguments_without_batch_size(function, "fit_batch_size")
             require_combination({Feature.FIT_BATCH_SIZE: "fit_batch_size"} | self.features)
@@ -56,7 +56,7 @@ class FittingMethods:
             def with_fitting_batch_size(*args: Any, **kwargs: Any) -> Any:
                 refuse_arguments(args)
                 place = remember if isinstance(remember, bool) else Path(remember)
-                search = Search(self, function, starting_batch_size, global_batch_size, place)
+                search = BatchSizeSearch(self, function, starting_batch_size, global_batch_size, place)
                 with_fitting_batch_size.tries = search.tries  # type: ignore[attr-defined]
                 return search.run(*args, **kwargs)
 

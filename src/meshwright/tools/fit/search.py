@@ -20,7 +20,7 @@ from ...runtime.devices.memory import should_reduce_batch_size
 from .kept import Kept
 from .models import facts_of_models
 from .remembering import Entry, Remembered, default_path
-from .trial import Outcome, Trial, free_frames
+from .trial import Trial, TrialOutcome, free_frames
 
 
 class _Stale(BaseException):
@@ -39,7 +39,7 @@ class Try:
     """What happened, on which ranks."""
 
 
-class Search:
+class BatchSizeSearch:
     """The sizes of one function, in the order in which they are tried. All ranks do the same."""
 
     def __init__(
@@ -103,11 +103,11 @@ class Search:
             "and the page on memory name what needs less."
         )
 
-    def _try(self, size: int, call: Callable[[int], Any], kept: Kept) -> list[Outcome]:
+    def _try(self, size: int, call: Callable[[int], Any], kept: Kept) -> list[TrialOutcome]:
         """Try a size on every rank; raise on all of them if one failed for another reason than memory."""
         trial = Trial(self.accelerator, kept, size, self.per_process // size)
         mine = trial.run(lambda: call(size))
-        outcomes: list[Outcome] = gather_object([mine])
+        outcomes: list[TrialOutcome] = gather_object([mine])
         if trial.exception is not None:
             raise trial.exception
         for rank, outcome in enumerate(outcomes):
@@ -254,7 +254,7 @@ def _changed(before: Sequence[str], now: Sequence[str]) -> str:
     return f"the function prepared {'; '.join(before) or 'nothing'}, and now {'; '.join(now) or 'nothing'}"
 
 
-def _result(outcomes: Sequence[Outcome]) -> str:
+def _result(outcomes: Sequence[TrialOutcome]) -> str:
     """Say how a try went, on all ranks."""
     failed = [rank for rank, outcome in enumerate(outcomes) if not outcome.fits]
     if failed:

@@ -10,9 +10,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ...data.loaders.base import PreparedLoader
+from ...instruments import Instrument
+from ...parallel.base import Bundle
 from ...runtime import phases
 from ...runtime.devices.device import is_cpu
 from ...runtime.devices.memory import clear_device_cache, peak_memory, should_reduce_batch_size
@@ -43,7 +46,7 @@ class _TrialEnded(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """How the trial of a batch size went on one rank."""
 
     fits: bool
@@ -57,7 +60,7 @@ class Outcome:
     """What was prepared; see `facts_of_models`."""
 
 
-class Trial:
+class Trial(Instrument):
     """One batch size, tried on this rank. See [Note: trials]."""
 
     def __init__(self, accelerator: Any, kept: Kept, samples: int, accumulation_steps: int) -> None:
@@ -73,7 +76,7 @@ class Trial:
         self._batches = self._windows = 0
         self._has_gradients = False
 
-    def run(self, function: Callable[[], Any]) -> Outcome:
+    def run(self, function: Callable[[], Any]) -> TrialOutcome:
         """Run the function for a few steps; return how it went on this rank."""
         clear_device_cache(garbage_collection=True)
         _reset_peak()
@@ -94,7 +97,7 @@ class Trial:
         self.kept.restore()
         if self.exception is None:
             self.exception = self._outlived()
-        return Outcome(
+        return TrialOutcome(
             fits=not reason,
             reason=reason,
             peak=peak,
@@ -109,53 +112,45 @@ class Trial:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Follow the function by what it calls of the Accelerator, which neither logs nor saves meanwhile."""
+        """See what the function does with the Accelerator, which neither logs nor saves meanwhile."""
         accelerator = self.accelerator
-        plain_backward = accelerator.backward
-        state, steps = accelerator.gradient_state, accelerator.gradient_accumulation_steps
-        between_batches, flags = state.between_batches, _synchronising(self.kept.models)
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            self._has_gradients = True
-            plain_backward(*args, **kwargs)
-
+        steps, flags = accelerator.gradient_accumulation_steps, _synchronising(self.kept.models)
         replaced = {
-            "_prepare_bundle": self._preparing(accelerator._prepare_bundle),
             "prepare_data_loader": self._preparing_loader(accelerator.prepare_data_loader),
-            "backward": backward,
             "get_tracker": lambda *args, **kwargs: BlankTracker(),
             **dict.fromkeys(_WITHOUT_EFFECT, lambda *args, **kwargs: ""),
         }
         own = {name: value for name, value in vars(accelerator).items() if name in replaced}
         vars(accelerator).update(replaced)
         accelerator.gradient_accumulation_steps = self.accumulation_steps
-        state.between_batches = self._end_batch
         for replica in flags:
             replica.require_backward_grad_sync = False
         try:
-            yield
+            with accelerator.instruments.only(self):
+                yield
         finally:
             for name in replaced:
                 del vars(accelerator)[name]
             vars(accelerator).update(own)
             accelerator.gradient_accumulation_steps = steps
-            state.between_batches = between_batches
             for replica in flags:
                 replica.require_backward_grad_sync = True
             if phases.clock is not None:  # the function may have ended inside of a phase
                 phases.clock.leave_all()
 
-    def _preparing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_bundle(models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
-            self._facts += facts_of_models(models, optimizers)
-            self._models += [(type(model).__name__, ref(model)) for model in models]
-            bundle = plain(models, optimizers, *args, **kwargs)
-            # DDP's reducer waits for a result that a muted collective does not give. Its buckets are there already.
-            for replica in _synchronising(bundle.models):
-                replica.require_backward_grad_sync = False
-            return bundle
+    def prepare_started(self, accelerator: Any, bundle: Bundle) -> None:
+        """Note what the function trains."""
+        self._facts += facts_of_models(bundle.models, bundle.optimizers)
+        self._models += [(type(model).__name__, ref(model)) for model in bundle.models]
 
-        return prepare_bundle
+    def prepare_ended(self, accelerator: Any, bundle: Bundle) -> None:
+        """Let DDP reduce nothing: its reducer waits for a result that a muted collective does not give."""
+        for replica in _synchronising(bundle.models):  # its buckets are there already
+            replica.require_backward_grad_sync = False
+
+    def backward_started(self, accelerator: Any, loss: Tensor | None) -> None:
+        """Note that a window has gradients."""
+        self._has_gradients = True
 
     def _preparing_loader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,8 +159,10 @@ class Trial:
 
         return prepare_data_loader
 
-    def _end_batch(self) -> None:
+    def body_ended(self, loader: PreparedLoader) -> None:
         """Take note of a completed body of the training loop; end the function after enough of them."""
+        if not loader.gradient_state.is_outermost(loader):
+            return
         self._batches += 1
         accelerator = self.accelerator
         if self._has_gradients:

@@ -14,7 +14,7 @@ Count = tuple[float, float, float]
 _LEADING = ("input_ids", "pixel_values", "input_features", "input_values", "inputs_embeds", "inputs", "x")
 
 
-class PartialRound(Protocol):
+class UnevenRound(Protocol):
     """A round in which some ranks have fewer real samples than others."""
 
     counts: list[int]
@@ -36,7 +36,7 @@ class BatchCounter:
         """The form of batches whose leading tensor is one of their values and has no tokens: the usual case."""
         self._plain_key: Any = None
 
-    def __call__(self, batch: Any, partial: PartialRound | None) -> Count:
+    def __call__(self, batch: Any, partial: UnevenRound | None) -> Count:
         """Return the count of a batch; samples that only fill up a last round are left out."""
         counted: Count | None = None
         if partial is None and type(batch) is self._plain_form:
@@ -50,7 +50,7 @@ class BatchCounter:
         self.work += counted[2]
         return counted
 
-    def _count(self, batch: Any, partial: PartialRound | None) -> Count:
+    def _count(self, batch: Any, partial: UnevenRound | None) -> Count:
         leading = self._leading(batch)
         if leading is None:
             return 1.0, 0.0 if self._tokens is None else self._tokens(batch), 1.0

@@ -66,7 +66,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeteredRun:
     """What a meter asks of the run: functions, because members may come and go."""
 
     device: torch.device
@@ -121,7 +121,7 @@ class _Loop:
 class Meter(Instrument):
     """Measure this process, and on the main process the run. See [Note: what the loop pays]."""
 
-    def __init__(self, options: Options, place: Place, instruments: Instruments) -> None:
+    def __init__(self, options: Options, place: MeteredRun, instruments: Instruments) -> None:
         self.options = options
         self._instruments = instruments
         self._loops: dict[int, _Loop] = {}

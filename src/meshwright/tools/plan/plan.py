@@ -17,12 +17,12 @@ from .ledger import LedgerRow, extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
 from .memory.expand import expanded
 from .memory.fit import Fit, fit_of, libraries_of
-from .memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
+from .memory.levers import MemoryOption, extrapolated_peaks, lever_peaks, levers_of
 from .memory.peak import Memory, memory_of
 from .memory.visits import CannotExpandError
-from .result import Cost, Plan, RankPlan
+from .result import Plan, RankPlan, RunCost
 from .timing.depth import extrapolated as extrapolated_timing
-from .timing.devices import Catalogue, Cluster
+from .timing.devices import Catalogue, DeviceCluster
 from .timing.passes import with_another_pass
 from .timing.pipelines import time_pipeline
 from .timing.rates import Rates, loaders_of, rates
@@ -36,7 +36,7 @@ _ALL_STAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WantedTrace:
     """One trace that is wanted: a rank, and how many repeated blocks of the model, and of a pipeline's stage."""
 
     rank: int
@@ -44,13 +44,13 @@ class Part:
     """None for all of them."""
 
 
-Tracer = Callable[[Sequence[Part]], list[Trace]]
+Tracer = Callable[[Sequence[WantedTrace]], list[Trace]]
 
 
 def plan_run(
     tracer: Tracer,
     script: str,
-    cluster: Cluster | None,
+    cluster: DeviceCluster | None,
     name: str = "",
     catalogue: Catalogue | None = None,
     *,
@@ -87,7 +87,7 @@ def plan_run(
     return plan
 
 
-def cost_of(plan: Plan, *, steps: int | None, tokens: int | None, price: float | None) -> Cost | None:
+def cost_of(plan: Plan, *, steps: int | None, tokens: int | None, price: float | None) -> RunCost | None:
     """Return what a run of so many steps, or of so many tokens, takes."""
     if plan.rates is None or (steps is None and tokens is None):
         return None
@@ -97,7 +97,7 @@ def cost_of(plan: Plan, *, steps: int | None, tokens: int | None, price: float |
             raise ValueError("the script's batches have no tokens to count: give --steps instead of --tokens.")
         steps = ceil(tokens / plan.tokens)
     hours, low, high = (seconds * steps / 3600 for seconds in (plan.rates.seconds, plan.rates.low, plan.rates.high))
-    return Cost(steps, tokens or steps * plan.tokens, hours, low, high, plan.world_size, price)
+    return RunCost(steps, tokens or steps * plan.tokens, hours, low, high, plan.world_size, price)
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class Depths:
         smaller, larger = memory_of(self.smaller), memory_of(self.larger)
         return extrapolated(smaller, larger, round(smaller.blocks + self.factor * (larger.blocks - smaller.blocks)))
 
-    def levers(self, memory: Memory) -> list[Lever]:
+    def levers(self, memory: Memory) -> list[MemoryOption]:
         """Return what would save memory."""
         if self.whole is not None:
             return levers_of(self.whole, memory, lever_peaks(self.whole))
         peaks = extrapolated_peaks(lever_peaks(self.smaller), lever_peaks(self.larger), self.factor)
         return levers_of(self.larger, memory, peaks)
 
-    def timing(self, cluster: Cluster) -> Timing:
+    def timing(self, cluster: DeviceCluster) -> Timing:
         """Return the time of a step of this rank."""
         larger = _time_passes(self.larger, cluster)
         if self.smaller is self.larger:
@@ -155,15 +155,15 @@ class Depths:
 
 def _traced(tracer: Tracer, brief: bool) -> list[Depths]:
     """Trace rank 0, which tells how many blocks there are and which other ranks differ, and then the others."""
-    [trace] = tracer([Part(rank=0, blocks=MORE)])
+    [trace] = tracer([WantedTrace(rank=0, blocks=MORE)])
     sizes = [MORE] if trace.blocks == trace.all_blocks else [FEW, MORE]
     ranks = [0] if brief and trace.axes.get("pp", 1) == 1 else [0, *_other_ranks(trace)]
-    traces = iter(tracer([Part(rank=rank, blocks=size) for rank in ranks for size in sizes]))
+    traces = iter(tracer([WantedTrace(rank=rank, blocks=size) for rank in ranks for size in sizes]))
     found = [[next(traces) for _ in sizes] for _ in ranks]
     return [Depths(traces_of_rank[0], traces_of_rank[-1]) for traces_of_rank in found]
 
 
-def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
+def _rank_plan(depths: Depths, cluster: DeviceCluster | None) -> RankPlan:
     trace = depths.larger
     ledger = extrapolated_ledger(_ledger_of_passes(depths.smaller), _ledger_of_passes(trace), depths.factor)
     timing = None
@@ -173,7 +173,7 @@ def _rank_plan(depths: Depths, cluster: Cluster | None) -> RankPlan:
     return RankPlan(trace.rank, trace.stage, depths.memory(), ledger, timing)
 
 
-def _time_passes(trace: Trace, cluster: Cluster) -> Timing:
+def _time_passes(trace: Trace, cluster: DeviceCluster) -> Timing:
     """Time a step of a trace, with the passes that were not traced."""
     timing = time_step(trace, cluster)
     if not trace.untraced_passes:
@@ -199,7 +199,7 @@ def _other_ranks(trace: Trace) -> list[int]:
     return [stage * stride for stage in chosen]
 
 
-def _fits(plan: Plan, cluster: Cluster, catalogue: Catalogue | None) -> list[Fit]:
+def _fits(plan: Plan, cluster: DeviceCluster, catalogue: Catalogue | None) -> list[Fit]:
     """Compare the largest rank with the cluster's devices, and with all others that are known."""
     largest = plan.largest
     groups = len({row.axis for row in largest.ledger})
@@ -216,7 +216,7 @@ def _fits(plan: Plan, cluster: Cluster, catalogue: Catalogue | None) -> list[Fit
     ]
 
 
-def _rates(plan: Plan, depths: list[Depths], cluster: Cluster) -> tuple[Rates, float]:
+def _rates(plan: Plan, depths: list[Depths], cluster: DeviceCluster) -> tuple[Rates, float]:
     """Return the speed of a step, and the part of it that a pipeline waits."""
     trace = depths[0].larger
     timings = [rank.timing for rank in plan.ranks if rank.timing is not None]

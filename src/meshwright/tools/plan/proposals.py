@@ -19,14 +19,14 @@ from ...launch.config_files import config_from_options
 from ...program import program_name
 from .memory.fit import EXPANDABLE
 from .memory.levers import RECOMPUTE as RECOMPUTE_LEVER
-from .plan import MORE, Part, plan_run
+from .plan import MORE, WantedTrace, plan_run
 from .refusals import PlanError
 from .result import Candidate, Plan
 from .searching.changes import changes_of
 from .searching.choices import Choice, Space, choice_of
 from .searching.estimates import Estimates
-from .searching.search import Search, Tried
-from .timing.devices import Cluster
+from .searching.search import PlanSearch, Tried
+from .timing.devices import DeviceCluster
 from .trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from .traces import Traces
 
@@ -42,7 +42,7 @@ MakeTraces = Callable[..., Traces]
 class Proposals:
     """Candidates for one script on one cluster."""
 
-    def __init__(self, args: argparse.Namespace, cluster: Cluster, folder: Path, make_traces: MakeTraces) -> None:
+    def __init__(self, args: argparse.Namespace, cluster: DeviceCluster, folder: Path, make_traces: MakeTraces) -> None:
         self._args = args
         self._cluster = cluster
         self._folder = folder
@@ -53,7 +53,7 @@ class Proposals:
 
     def find(self, plan: Plan, traces: Traces) -> list[Candidate]:
         """Search, and return candidates, the best first."""
-        trace = traces.get([Part(rank=0, blocks=MORE)])[0]
+        trace = traces.get([WantedTrace(rank=0, blocks=MORE)])[0]
         timing = plan.ranks[0].timing
         assert timing is not None
         if set(trace.axes) & set(_OTHER_AXES) or any(
@@ -63,7 +63,7 @@ class Proposals:
         base = choice_of(trace)
         saves = next((lever.saves for lever in plan.levers if lever.name == RECOMPUTE_LEVER), 0.0)
         estimates = Estimates(base, trace, plan.ranks[0].memory, timing, self._cluster, saves)
-        search = Search(estimates, self._evaluate, _report, self._args.search_limit)
+        search = PlanSearch(estimates, self._evaluate, _report, self._args.search_limit)
         found = search.run(self._space(trace, base, plan).choices(), plan)
         candidates = [self._candidate(each, base, trace) for each in found]
         if not any(each.fits for each in found):
@@ -89,7 +89,7 @@ class Proposals:
         folder = self._folder / str(abs(hash(choice)))
         traces = self._make_traces(folder, options=choice.options(as_mesh=self._as_mesh), choice=choice)
         plan = plan_run(traces.get, self._args.training_script, self._cluster, brief=True)
-        trace = traces.get([Part(rank=0, blocks=MORE)])[0]
+        trace = traces.get([WantedTrace(rank=0, blocks=MORE)])[0]
         if choice_of(trace) != choice:
             raise PlanError(f"the script ran as {choice_of(trace)}: its own code decides.")
         return plan

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...program import program_name
-from .tracing.host.progress import Loaded, Progress
+from .tracing.host.progress import LoaderPass, Progress
 
 _OURS = str(Path(__file__).parents[2])
 _SHOWN_LINES, _LONGEST = 12, 400
@@ -133,7 +133,7 @@ def _why_so_few(progress: Progress, script: str, world_size: int) -> tuple[str, 
     )
 
 
-def _too_little_data(loaded: Loaded, world_size: int) -> str:
+def _too_little_data(loaded: LoaderPass, world_size: int) -> str:
     """Return what a loader lacks that gave a rank too few batches."""
     given = f"a loader gave this process {_counted(loaded.batches, 'batch', 'batches')}"
     if loaded.samples is None:

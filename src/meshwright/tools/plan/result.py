@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .ledger import LedgerRow
 from .memory.fit import Fit
-from .memory.levers import Lever
+from .memory.levers import MemoryOption
 from .memory.peak import Memory
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RankPlan:
 
 
 @dataclass
-class Cost:
+class RunCost:
     """What a run of a certain length takes."""
 
     steps: int
@@ -96,9 +96,9 @@ class Plan:
     tokens: int = 0
     fits: list[Fit] = field(default_factory=list)
     """The devices of the cluster first."""
-    levers: list[Lever] = field(default_factory=list)
+    levers: list[MemoryOption] = field(default_factory=list)
     rates: Rates | None = None
-    cost: Cost | None = None
+    cost: RunCost | None = None
     candidates: list[Candidate] = field(default_factory=list)
     """The best first."""
     guesses: list[str] = field(default_factory=list)

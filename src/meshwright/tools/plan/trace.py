@@ -89,7 +89,7 @@ class Collective:
 
 
 @dataclass(slots=True)
-class Step:
+class TracedStep:
     """The boundaries of one optimizer step."""
 
     began: int
@@ -144,7 +144,7 @@ class Trace:
     all_passes: int = 0
     """Backward passes of a step, if fewer of them were traced; 0 if all were."""
     traits: Traits = field(default_factory=Traits)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)

@@ -25,13 +25,13 @@ from ...config.launch.parser import explicit_options
 from ...config.launch.settings import LaunchSettings
 from ...launch.plan import make_plan
 from ...launch.processes.forked import Failure, World, run_several
-from .plan import Part
+from .plan import WantedTrace
 from .refusals import STILL_RUNNING, PlanError, too_few_steps, why_not
 from .searching.changes import change_settings_in_code
 from .searching.choices import Choice
 from .trace import Trace, read_trace
 from .tracing.host.progress import read_progress
-from .tracing.script import PROGRESS, Request, trace_script
+from .tracing.script import PROGRESS, TraceRequest, trace_script
 
 _AT_ONCE = 2
 
@@ -63,11 +63,11 @@ class Traces:
         self._world_size = world_size
         self._ranks_per_node = min(ranks_per_node, world_size)
         self._on_accelerators = on_accelerators
-        self._known: dict[Part, Trace] = {}
+        self._known: dict[WantedTrace, Trace] = {}
         torch.set_num_threads(1)
         self._import_before_fork()
 
-    def get(self, parts: Sequence[Part]) -> list[Trace]:
+    def get(self, parts: Sequence[WantedTrace]) -> list[Trace]:
         """Return traces, in the order in which they were asked for; each is made once."""
         missing = [part for part in dict.fromkeys(parts) if part not in self._known]
         worlds = [self._world(part) for part in missing]
@@ -80,8 +80,8 @@ class Traces:
             output.unlink()
         return [self._known[part] for part in parts]
 
-    def _world(self, part: Part) -> World:
-        request = Request(
+    def _world(self, part: WantedTrace) -> World:
+        request = TraceRequest(
             rank=part.rank,
             world_size=self._world_size,
             output=self._output(part),
@@ -111,7 +111,7 @@ class Traces:
             before=partial(_prepare, request, self._choice, self._args.seconds_per_run),
         )
 
-    def _output(self, part: Part) -> Path:
+    def _output(self, part: WantedTrace) -> Path:
         return self._folder / f"rank_{part.rank}_{part.blocks and part.blocks[0]}" / "trace"
 
     def _import_before_fork(self) -> None:
@@ -142,7 +142,7 @@ def _is_installed(package: str) -> bool:
     return spec is not None and (spec.origin or "").startswith(sysconfig.get_path("purelib"))
 
 
-def _prepare(request: Request, choice: Choice | None, seconds: float) -> None:
+def _prepare(request: TraceRequest, choice: Choice | None, seconds: float) -> None:
     signal.signal(signal.SIGALRM, _tell_place)
     signal.setitimer(signal.ITIMER_REAL, max(0.9 * seconds, seconds - 5))
     trace_script(request)
@@ -157,7 +157,7 @@ def _tell_place(number: int, frame: FrameType | None) -> None:
     sys.stderr.flush()
 
 
-def _error(part: Part, failure: Failure | None, script: str, output: Path, world_size: int) -> PlanError:
+def _error(part: WantedTrace, failure: Failure | None, script: str, output: Path, world_size: int) -> PlanError:
     if failure is None:
         progress = read_progress(output.with_suffix(PROGRESS))
         return PlanError(too_few_steps(progress, script, part.rank, world_size))

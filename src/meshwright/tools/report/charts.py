@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from .runs.reading import Floats, Points, Run
+from .runs.reading import Floats, Points, RunRecords
 
 LOSS, SCORE, RATE, SPEED, MEMORY, OTHER = range(6)
 """Kinds of charts, in the order in which they are shown."""
@@ -68,7 +68,7 @@ def kind_of(name: str) -> int:
     return next((kind for kind, known in _WORDS if words & known), OTHER)
 
 
-def charts_of(runs: Sequence[Run], wanted: Sequence[str] = ()) -> list[Chart]:
+def charts_of(runs: Sequence[RunRecords], wanted: Sequence[str] = ()) -> list[Chart]:
     """Return the charts of some runs; charts of one group are adjacent."""
     charts: dict[tuple[bool, str], Chart] = {}
     for number, run in enumerate(runs):

@@ -154,7 +154,7 @@ def _model(world_size: int) -> nn.Module:
     import torch
     from torch import nn
 
-    class Block(nn.Module):
+    class TinyBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up = nn.Linear(_FEATURES, 4 * world_size)
@@ -167,7 +167,7 @@ def _model(world_size: int) -> nn.Module:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(max(2, world_size)))
+            self.blocks = nn.ModuleList(TinyBlock() for _ in range(max(2, world_size)))
             self.head = nn.Linear(_FEATURES, 1)
 
         def forward(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ _MAX_SHOWN_FAILURES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """The outcome of one check on one rank."""
 
     rank: int
@@ -140,7 +140,7 @@ class Bench:
             )
         self.accelerator = Accelerator(**settings)
 
-    def run(self, name: str, check: Check) -> list[Outcome]:
+    def run(self, name: str, check: Check) -> list[CheckOutcome]:
         """Run a check and return the outcomes of all ranks."""
         start = time.perf_counter()
         try:
@@ -148,7 +148,7 @@ class Bench:
         except Exception as error:
             text, passed = _reason(error), False
         seconds = time.perf_counter() - start
-        mine = Outcome(rank=self.rank, passed=passed, text=text, seconds=seconds, ended=time.time())
+        mine = CheckOutcome(rank=self.rank, passed=passed, text=text, seconds=seconds, ended=time.time())
         if not passed:
             self.leave_group()
         outcomes = self.exchange(name, mine)
@@ -156,16 +156,16 @@ class Bench:
             self.reopen_group()
         return outcomes
 
-    def exchange(self, name: str, mine: Outcome) -> list[Outcome]:
+    def exchange(self, name: str, mine: CheckOutcome) -> list[CheckOutcome]:
         """Exchange the outcomes of a check between all ranks."""
         self.store.set(f"{name}/{self.rank}", json.dumps(asdict(mine)))
         outcomes = []
         for rank in self.ranks:
             try:
-                outcomes.append(read_message(self.store, f"{name}/{rank}", Outcome))
+                outcomes.append(read_message(self.store, f"{name}/{rank}", CheckOutcome))
             except RuntimeError:
                 seconds = _STORE_TIMEOUT.total_seconds()
-                silent = Outcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
+                silent = CheckOutcome(rank=rank, passed=False, text="no answer", seconds=seconds, ended=time.time())
                 outcomes.append(silent)
                 self.store.set_timeout(timedelta(seconds=1))  # the next ranks had the same time to answer
         return outcomes
@@ -179,7 +179,7 @@ class Bench:
                 self.store.wait([f"done/{rank}" for rank in self.ranks], timedelta(seconds=5))
 
 
-def _is_hanging(outcomes: list[Outcome]) -> bool:
+def _is_hanging(outcomes: list[CheckOutcome]) -> bool:
     return max(outcome.seconds for outcome in outcomes) >= TIME_LIMIT.total_seconds()
 
 
@@ -215,7 +215,7 @@ def _header(bench: Bench, hosts: list[str]) -> str:
     return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
 
 
-def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
+def _row(name: str, outcomes: list[CheckOutcome], mark: str = "✓") -> str:
     seconds = max(outcome.seconds for outcome in outcomes)
     failures = sorted((outcome for outcome in outcomes if not outcome.passed), key=lambda outcome: outcome.ended)
     text = outcomes[0].text
@@ -233,8 +233,8 @@ def _row(name: str, outcomes: list[Outcome], mark: str = "✓") -> str:
 class Results:
     """What all checks and measurements of a run found, by name."""
 
-    checks: dict[str, list[Outcome]]
-    measurements: dict[str, list[Outcome]]
+    checks: dict[str, list[CheckOutcome]]
+    measurements: dict[str, list[CheckOutcome]]
     num_not_run: int
     """Checks after one that hangs."""
     hosts: list[str]
@@ -265,8 +265,8 @@ def run(bench: Bench, *, in_full: bool = False) -> Results:
     start = time.perf_counter()
     hosts = [outcome.text for outcome in bench.run("hosts", lambda bench: socket.gethostname())]
     print_once(_header(bench, hosts) + "\n")
-    found: dict[str, list[Outcome]] = {}
-    measured: dict[str, list[Outcome]] = {}
+    found: dict[str, list[CheckOutcome]] = {}
+    measured: dict[str, list[CheckOutcome]] = {}
     for name, check in checks.items():
         found[name] = bench.run(name, check)
         print_once(_row(name, found[name]))

@@ -23,12 +23,12 @@ def check_mesh(args: argparse.Namespace) -> None:
     from ...temporary import temporary_folder
     from .comparing.comparison import compare
     from .comparing.panel import panel
-    from .runs import RanksDisagreeError, Runs
+    from .runs import RanksDisagreeError, VerifyRuns
 
     started = time.monotonic()
     try:
         with temporary_folder("check") as folder:
-            runs = Runs(args, folder)
+            runs = VerifyRuns(args, folder)
             mesh = runs.on_mesh()
             result = compare(mesh, *runs.alone(mesh))
     except RanksDisagreeError as error:

@@ -18,13 +18,13 @@ from ...runtime.loop.random import set_seed
 from .comparing.comparison import Comparison, compare
 from .recording.data import Recording
 from .recording.dropout import WithoutDropout
-from .recording.recorder import Recorder
+from .recording.recorder import StepRecorder
 from .recording.rounding import OtherOrderOfSummation
 from .script import recording_positions
 
 
 @dataclass(frozen=True)
-class Training:
+class VerifiedTraining:
     """What is trained, as `Accelerator.verify_parallel` is given it."""
 
     make_model: Callable[[], nn.Module]
@@ -53,7 +53,7 @@ class Training:
         return compare(recordings, one, reordered)
 
     def _on_mesh(self, accelerator: Any) -> Recording:
-        recorder = Recorder.of_rank(accelerator.strategy)
+        recorder = StepRecorder.of_rank(accelerator.strategy)
         ranks, rank = accelerator.strategy.num_data_ranks, accelerator.strategy.data_rank
         with WithoutDropout(recorder.note_dropout):
             plain, plain_optimizer = self._made(recorder)
@@ -71,7 +71,7 @@ class Training:
         return recorder.recording
 
     def _on_one_process(self, ranks: int, device: torch.device, *, reordered: bool) -> Recording:
-        recorder = Recorder(Recording(rank=0, sizes={}, coordinates={}, data_ranks=1, data_rank=0))
+        recorder = StepRecorder(Recording(rank=0, sizes={}, coordinates={}, data_ranks=1, data_rank=0))
         summation: Any = OtherOrderOfSummation() if reordered else nullcontext()  # type: ignore[no-untyped-call]
         with WithoutDropout(recorder.note_dropout), summation:
             model, optimizer = self._made(recorder)
@@ -88,7 +88,7 @@ class Training:
                     self._step(recorder, torch.nn.utils.clip_grad_norm_, model, optimizer)
         return recorder.recording
 
-    def _made(self, recorder: Recorder) -> tuple[nn.Module, Optimizer]:
+    def _made(self, recorder: StepRecorder) -> tuple[nn.Module, Optimizer]:
         """Make the model and its optimizer, the same every time."""
         set_seed(0)
         model = self.make_model().float()
@@ -96,7 +96,7 @@ class Training:
         recorder.watch_optimizer(optimizer)
         return model, optimizer
 
-    def _step(self, recorder: Recorder, clip: Callable[..., Tensor], model: nn.Module, optimizer: Any) -> None:
+    def _step(self, recorder: StepRecorder, clip: Callable[..., Tensor], model: nn.Module, optimizer: Any) -> None:
         if self.max_norm is not None:
             recorder.step.norm = float(clip(model.parameters(), self.max_norm))
         optimizer.step()

@@ -49,7 +49,7 @@ _OTHER_CALLS = (
 )
 
 
-class Runs:
+class VerifyRuns:
     """Run one script on the mesh, on one process, and there again with another order of summation."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:

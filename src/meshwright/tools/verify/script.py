@@ -28,7 +28,7 @@ from ...program import program_name
 from .data_rank import Averaging, OneDataRank, group_of
 from .recording.call_order import CallOrder
 from .recording.dropout import WithoutDropout
-from .recording.recorder import Recorder
+from .recording.recorder import StepRecorder
 from .recording.rounding import OtherOrderOfSummation
 
 ROLE = "MESHWRIGHT_VERIFY_ROLE"
@@ -64,7 +64,7 @@ def record(accelerator: Any) -> None:
     """Record what a script does with an Accelerator; a second one of the same process is recorded with the first."""
     global _script
     if _script is None:
-        _script = Script(accelerator)
+        _script = VerifiedScript(accelerator)
     _script.attach(accelerator)
 
 
@@ -81,11 +81,11 @@ def _watched(plain: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
-class Script:
+class VerifiedScript:
     """A script in one of the three roles: what it calls on its Accelerator passes through here."""
 
     def __init__(self, accelerator: Any) -> None:
-        self.recorder = Recorder.of_rank(accelerator.strategy, self._after_step)
+        self.recorder = StepRecorder.of_rank(accelerator.strategy, self._after_step)
         self._folder = Path(read(VERIFY_FOLDER) or ".")
         strategy, runtime = accelerator.strategy, accelerator.state._runtime
         is_alone = isinstance(strategy, OneDataRank)
@@ -195,12 +195,12 @@ class Script:
             self._calls.end()
 
 
-_script: Script | None = None
+_script: VerifiedScript | None = None
 
 
 @contextmanager
 def recording_positions(
-    recorder: Recorder, plain: Any, buffers: list[Tensor], dims: list[int], no_restore: set[Tensor] | None
+    recorder: StepRecorder, plain: Any, buffers: list[Tensor], dims: list[int], no_restore: set[Tensor] | None
 ) -> Iterator[Any]:
     """Shard sequences, and record which positions stay on this process."""
     if not buffers:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...errors import InvalidDataError
 from ...untrusted import printable, read_message
-from ..reports import Observer, Report, state_of_process
-from .verdict import Absence, Verdict, judge
+from ..reports import Observer, ProcessReport, state_of_process
+from .verdict import Absence, HangVerdict, judge
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Consensus:
         self._timeout = timeout
         """Seconds for which the coordinator waits for the others."""
 
-    def run_round(self, number: int) -> tuple[Verdict, Report] | None:
+    def run_round(self, number: int) -> tuple[HangVerdict, ProcessReport] | None:
         """Return the verdict and the report of this process; None if the coordinator has disappeared."""
         report = self._observer.report()
         self._store.set(f"report/{number}/{report.rank}", report.to_json())
@@ -59,7 +59,7 @@ class Consensus:
             if not is_decided or not self._wait_for_key(f"verdict/{number}"):
                 return None
             try:
-                verdict = Verdict.from_json(self._store.get(f"verdict/{number}"))
+                verdict = HangVerdict.from_json(self._store.get(f"verdict/{number}"))
             except InvalidDataError as error:
                 logger.warning("Rank %d: verdict/%d in the store of the run: %s", report.rank, number, error)
                 return None
@@ -68,7 +68,7 @@ class Consensus:
             self._wait_until(lambda: self._count("received", number) >= self._count("reports", number))
         return verdict, report
 
-    def _coordinate(self, number: int, own: Report) -> Verdict:
+    def _coordinate(self, number: int, own: ProcessReport) -> HangVerdict:
         """Decide on the reports of all ranks, and publish the verdict."""
         reports, absent = self._collect(number)
         verdict = judge(reports, absent, self._threshold)
@@ -78,12 +78,12 @@ class Consensus:
         self._confirm(number, own)  # see [Note: reports are of different moments]
         self._wait_until(lambda: self._count("unmoved", number) + self._count("moved", number) >= len(reports))
         if self._count("moved", number) or self._stopping.is_set():
-            verdict = Verdict(fatal=False, culprits=[], text="", recheck_in=RECHECK_SECONDS)
+            verdict = HangVerdict(fatal=False, culprits=[], text="", recheck_in=RECHECK_SECONDS)
         self._store.set(f"verdict/{number}", verdict.to_json())
         verdict.log_notice()
         return verdict
 
-    def _confirm(self, number: int, report: Report) -> None:
+    def _confirm(self, number: int, report: ProcessReport) -> None:
         """Publish whether the report of this process still holds."""
         lost_since = self._observer.lost_peer_error is not None and not report.lost_peer
         moved = self._stopping.is_set() or lost_since or (report.is_blocked and self._observer.has_progressed())
@@ -98,7 +98,7 @@ class Consensus:
     def _count(self, name: str, number: int) -> int:
         return int(self._store.add(f"{name}/{number}", 0))
 
-    def _collect(self, number: int) -> tuple[dict[int, Report], dict[int, Absence]]:
+    def _collect(self, number: int) -> tuple[dict[int, ProcessReport], dict[int, Absence]]:
         """Wait until every rank has sent a report or is known to be absent for good."""
         world = set(range(self._world_size))
         keys = {rank: f"report/{number}/{rank}" for rank in world}
@@ -120,7 +120,7 @@ class Consensus:
         reports = {}
         for rank, text in zip(ordered, texts, strict=True):
             try:
-                reports[rank] = Report.from_json(text, rank)
+                reports[rank] = ProcessReport.from_json(text, rank)
             except InvalidDataError as error:
                 absent[rank] = Absence(f"is unknown, because {printable(str(error))}", is_final=False)
         reported.intersection_update(reports)

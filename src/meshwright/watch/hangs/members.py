@@ -34,7 +34,7 @@ from ...untrusted import printable, read_message
 from ..place import COLLECTIVE, DEBUGGER, place_of
 from ..reports import format_ranks
 from ..stragglers.device_clock import clock_for
-from ..stragglers.exchange import Exchange
+from ..stragglers.exchange import StepTimeExchange
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class MemberWatcher:
         self._device = device or torch.device("cpu")
         self._clock = clock_for(self._device)
         phases.start(self._clock)
-        self._exchange: Exchange | None = None
+        self._exchange: StepTimeExchange | None = None
         self._epoch = -1
         self._seconds = seconds
         self._replace_after = replace_after
@@ -109,7 +109,7 @@ class MemberWatcher:
             self._clock.restart()
             place = dist.PrefixStore(f"steps/{epoch}", store)  # type: ignore[attr-defined]
             own, size = members.index(self._member.rank), len(members)
-            self._exchange = Exchange(self._clock, place, own, size, names=members, before=self._exchange)
+            self._exchange = StepTimeExchange(self._clock, place, own, size, names=members, before=self._exchange)
         if self._exchange is not None and len(members) > 1:
             self._exchange.poll()
 

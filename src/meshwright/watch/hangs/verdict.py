@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ...untrusted import build, parse_json, printable_lines
 from ..place import BACKWARD, FORWARD, Place
-from ..reports import Report, format_ranks
+from ..reports import ProcessReport, format_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _CONFIRMED_AFTER = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """The diagnosis that all ranks receive."""
 
     fatal: bool
@@ -47,7 +47,7 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Verdict:
+    def from_json(cls, text: str | bytes) -> HangVerdict:
         """Read what the coordinator published."""
         found = build(cls, parse_json(text, "the verdict on a hang"), "the verdict on a hang")
         return replace(found, text=printable_lines(found.text))
@@ -66,8 +66,8 @@ class Absence:
 class _Hang:
     """All reports of one hang, grouped by what the ranks do."""
 
-    waiting: list[Report]
-    running: list[Report]
+    waiting: list[ProcessReport]
+    running: list[ProcessReport]
     absent: Mapping[int, Absence]
     threshold: float
     more_may_arrive: bool
@@ -84,7 +84,7 @@ class _Finding:
 
     culprits: list[int]
     rule: str
-    mismatched: tuple[Report, ...] = ()
+    mismatched: tuple[ProcessReport, ...] = ()
     """Reports of calls that disagree. They may be a snapshot of ranks that are about to proceed."""
 
     def seconds_until_confirmed(self, threshold: float) -> float:
@@ -96,28 +96,28 @@ class _Finding:
 
 
 def judge(
-    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, *, all_known: bool = True
-) -> Verdict:
+    reports: Mapping[int, ProcessReport], absent: Mapping[int, Absence], threshold: float, *, all_known: bool = True
+) -> HangVerdict:
     """Find the cause of a hang. A verdict that is not fatal is a notice: the run keeps waiting.
 
     `all_known` is False if some ranks are in neither `reports` nor `absent`.
     """
     hang = _group_reports(reports, absent, threshold, all_known)
     if not hang.waiting:  # the rank that raised the alarm has proceeded
-        return Verdict(False, [], "")
+        return HangVerdict(False, [], "")
     finding = _find_cause(hang)
     if finding is None:
         missing = sorted([*absent, *(report.rank for report in hang.running)])
-        return Verdict(False, missing, _format_text(reports, absent, _notice(hang)))
+        return HangVerdict(False, missing, _format_text(reports, absent, _notice(hang)))
     recheck_in = finding.seconds_until_confirmed(threshold)
     if recheck_in > 0:
-        return Verdict(False, finding.culprits, "", recheck_in=recheck_in)
+        return HangVerdict(False, finding.culprits, "", recheck_in=recheck_in)
     exits_first = max(report.rank for report in hang.waiting)
-    return Verdict(True, finding.culprits, _format_text(reports, absent, finding.rule), exits_first)
+    return HangVerdict(True, finding.culprits, _format_text(reports, absent, finding.rule), exits_first)
 
 
 def _group_reports(
-    reports: Mapping[int, Report], absent: Mapping[int, Absence], threshold: float, all_known: bool
+    reports: Mapping[int, ProcessReport], absent: Mapping[int, Absence], threshold: float, all_known: bool
 ) -> _Hang:
     waiting = [report for report in reports.values() if report.is_waiting]
     running = [report for report in reports.values() if not report.is_waiting]
@@ -134,7 +134,7 @@ def _find_cause(hang: _Hang) -> _Finding | None:
 
 def _mismatch(hang: _Hang) -> _Finding | None:
     """Find ranks that wait for each other in different calls, or in one call with different shapes."""
-    by_group: dict[tuple[int, ...], list[Report]] = {}
+    by_group: dict[tuple[int, ...], list[ProcessReport]] = {}
     for report in hang.waiting:
         if report.place.at_store and hang.more_may_arrive:
             continue  # it may wait for that rank only; ranks that were released earlier wait elsewhere by now
@@ -153,7 +153,7 @@ def _mismatch(hang: _Hang) -> _Finding | None:
     return None
 
 
-def _different_calls(reports: list[Report]) -> _Finding | None:
+def _different_calls(reports: list[ProcessReport]) -> _Finding | None:
     by_call = _group_by_call(reports)
     outstanding = {report.outstanding for report in reports}
     if len(by_call) < 2 or len(outstanding - {None}) > 1:
@@ -168,16 +168,16 @@ def _different_calls(reports: list[Report]) -> _Finding | None:
     return _Finding([report.rank for report in odd], _rule_of_different_calls(odd, others), (*odd, *others))
 
 
-def _group_by_call(reports: list[Report]) -> list[list[Report]]:
+def _group_by_call(reports: list[ProcessReport]) -> list[list[ProcessReport]]:
     """Group reports by operation and process group; point-to-point operations match under different names."""
-    by_call: dict[tuple[object, ...], list[Report]] = {}
+    by_call: dict[tuple[object, ...], list[ProcessReport]] = {}
     for report in reports:
         if _operation(report) not in _PAIRWISE:
             by_call.setdefault((_operation(report), *(report.place.group_ranks or ())), []).append(report)
     return list(by_call.values())
 
 
-def _rule_of_different_calls(odd: list[Report], others: list[Report]) -> str:
+def _rule_of_different_calls(odd: list[ProcessReport], others: list[ProcessReport]) -> str:
     here, there = odd[0].place, others[0].place
     rule = (
         f"{_call_or_phase(here)} was called on {_ranks_of(odd).lower()} only ({here.location()}), while "
@@ -193,8 +193,8 @@ def _rule_of_different_calls(odd: list[Report], others: list[Report]) -> str:
     return f"{rule}. {_SAME_CALLS}"
 
 
-def _different_shapes(reports: list[Report]) -> _Finding | None:
-    by_shape: dict[str, list[Report]] = {}
+def _different_shapes(reports: list[ProcessReport]) -> _Finding | None:
+    by_shape: dict[str, list[ProcessReport]] = {}
     for report in reports:
         if _operation(report) in _SAME_SHAPES:
             by_shape.setdefault(report.place.operation, []).append(report)
@@ -235,7 +235,7 @@ def _missing_ranks(hang: _Hang) -> _Finding | None:
     return _Finding(culprits, rule)
 
 
-def _final_absences(waiting: list[Report], absent: Mapping[int, Absence]) -> list[int]:
+def _final_absences(waiting: list[ProcessReport], absent: Mapping[int, Absence]) -> list[int]:
     """Return the absent ranks that are waited for and will not come back."""
     needed = [rank for rank in sorted(absent) if any(_waits_for(report, rank) for report in waiting)]
     final = [rank for rank in needed if absent[rank].is_final]
@@ -244,11 +244,11 @@ def _final_absences(waiting: list[Report], absent: Mapping[int, Absence]) -> lis
     return final
 
 
-def _waits_for(report: Report, rank: int) -> bool:
+def _waits_for(report: ProcessReport, rank: int) -> bool:
     return not report.place.group_ranks or rank in report.place.group_ranks
 
 
-def _advice_after_early_exit(waiting: list[Report]) -> str:
+def _advice_after_early_exit(waiting: list[ProcessReport]) -> str:
     """Return what to change where some ranks wait for one whose script has ended."""
     guarded = next((report.place for report in waiting if report.place.guard), None)
     if guarded is not None:
@@ -265,7 +265,7 @@ def _advice_after_early_exit(waiting: list[Report]) -> str:
     )
 
 
-def _has_unknown_peers(report: Report) -> bool:
+def _has_unknown_peers(report: ProcessReport) -> bool:
     """Return whether a rank may wait for a subset of the others that is unknown."""
     return _operation(report) in _ONE_SIDED or (report.in_pass and report.has_subgroups)
 
@@ -304,7 +304,7 @@ def _notice(hang: _Hang) -> str:
     )
 
 
-def _format_text(reports: Mapping[int, Report], absent: Mapping[int, Absence], rule: str) -> str:
+def _format_text(reports: Mapping[int, ProcessReport], absent: Mapping[int, Absence], rule: str) -> str:
     """Return the rule, and below it a table of what every rank does."""
     lines: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
@@ -323,7 +323,7 @@ def _format_text(reports: Mapping[int, Report], absent: Mapping[int, Absence], r
     return f"{rule}\n{table}{_format_flight_records(reports)}"
 
 
-def _format_flight_records(reports: Mapping[int, Report]) -> str:
+def _format_flight_records(reports: Mapping[int, ProcessReport]) -> str:
     """Return what torch's flight recorder holds, where it is enabled."""
     by_text: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
@@ -332,7 +332,7 @@ def _format_flight_records(reports: Mapping[int, Report]) -> str:
     return "".join(f"\n  recorded on {format_ranks(ranks).lower()}: {text}" for text, ranks in by_text.items())
 
 
-def _operation(report: Report) -> str:
+def _operation(report: ProcessReport) -> str:
     """Name what a rank waits in; both passes of a model are one operation, because a bucket may start in either."""
     return report.place.operation.partition("(")[0] or ("a pass" if report.in_pass else report.place.call)
 
@@ -341,15 +341,15 @@ def _call_or_phase(place: Place) -> str:
     return place.call or place.phase
 
 
-def _format_calls(reports: Iterable[Report]) -> str:
+def _format_calls(reports: Iterable[ProcessReport]) -> str:
     calls = {f"{_call_or_phase(report.place)} ({report.place.location()})" for report in reports}
     return " and ".join(sorted(calls)) or "nothing"
 
 
-def _ranks_of(reports: Iterable[Report]) -> str:
+def _ranks_of(reports: Iterable[ProcessReport]) -> str:
     return format_ranks(report.rank for report in reports)
 
 
-def _s(reports: list[Report]) -> str:
+def _s(reports: list[ProcessReport]) -> str:
     """Return the ending of a verb."""
     return "s" if len(reports) == 1 else ""

@@ -30,12 +30,12 @@ from ...runtime import phases
 from ...runtime.devices import device as devices
 from ...untrusted import printable
 from ..place import describe_error, place_of_caller
-from ..reports import Observer, Report
+from ..reports import Observer, ProcessReport
 from ..stragglers.device_clock import clock_for
-from ..stragglers.exchange import Exchange
+from ..stragglers.exchange import StepTimeExchange
 from .consensus import RETURN_GRACE_SECONDS, Consensus, absence_of, who_is
 from .interrupting import Interrupter
-from .verdict import Absence, Verdict, judge
+from .verdict import Absence, HangVerdict, judge
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,9 @@ class Watcher:
         self._stopped = False
         self._stopping = threading.Event()
         self._wakeup = threading.Event()
-        self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[HangVerdict] = queue.SimpleQueue()
         self._clock = clock_for(device)
-        self._exchange: Exchange | None = Exchange(self._clock, store, rank, world_size)
+        self._exchange: StepTimeExchange | None = StepTimeExchange(self._clock, store, rank, world_size)
         self._min_period = world_size / RANKS_PER_SECOND
         self._period = max(min(POLL_SECONDS, threshold / 4), self._min_period)
         self._peer_timeout = max(MIN_PEER_TIMEOUT, 2 * self._period)
@@ -189,7 +189,7 @@ class Watcher:
             with suppress(queue.Empty):
                 self._print_cause(error, self._verdicts.get(timeout=2 * self._peer_timeout + 5))
 
-    def _print_cause(self, error: Any, verdict: Verdict) -> None:
+    def _print_cause(self, error: Any, verdict: HangVerdict) -> None:
         explanation = f"Rank {self.rank}: {verdict.text}"
         print(explanation, file=sys.stderr, flush=True)
         error.__notes__ = [*getattr(error, "__notes__", ()), explanation]  # for later printing
@@ -269,7 +269,7 @@ class Watcher:
         if result is not None:  # else the coordinator has disappeared: the next round has another one
             self._act(*result)
 
-    def _act(self, verdict: Verdict, own: Report) -> None:
+    def _act(self, verdict: HangVerdict, own: ProcessReport) -> None:
         if self._observer.lost_peer_error is not None:  # the training thread has its error, and waits for the cause
             if verdict.recheck_in or not (verdict.fatal or own.lost_peer):  # it was judged without that error
                 self._wakeup.set()

@@ -44,7 +44,7 @@ _LOCAL_PHASES = (phases.DATA, phases.STEP)
 
 
 @dataclass(frozen=True)
-class Finding:
+class SlowRank:
     """A straggler: a rank that makes the others wait."""
 
     rank: int
@@ -75,7 +75,7 @@ class Window:
 
     ranks: list[int]
     rows: Table
-    finding: Finding | None
+    finding: SlowRank | None
 
     def renamed(self, names: Sequence[int]) -> Window:
         """Return it with other names of the ranks."""
@@ -90,7 +90,7 @@ class StragglerDetector:
     """Compare successive windows, and track the current straggler."""
 
     def __init__(self) -> None:
-        self.current: Finding | None = None
+        self.current: SlowRank | None = None
         self._examined = (0, -1)
         self._slow_for: dict[tuple[int, int], int] = {}
         self._absent_for = 0
@@ -120,7 +120,7 @@ class StragglerDetector:
             self._track(slow_ranks(ranks, rows))
             yield Window(ranks.tolist(), rows, self.current)
 
-    def _track(self, slow: list[Finding]) -> None:
+    def _track(self, slow: list[SlowRank]) -> None:
         self._slow_for = {key: self._slow_for.get(key, 0) + 1 for key in ((found.rank, found.phase) for found in slow)}
         confirmed = [found for found in slow if self._slow_for[found.rank, found.phase] >= CONSECUTIVE]
         worst = max(confirmed, key=lambda found: found.cost, default=None)
@@ -134,7 +134,7 @@ class StragglerDetector:
         self.current = current
 
 
-def slow_ranks(ranks: np.ndarray, rows: Table) -> list[Finding]:
+def slow_ranks(ranks: np.ndarray, rows: Table) -> list[SlowRank]:
     """Return the slow ranks of one window. See [Note: which rank is the culprit]."""
     if len(ranks) < 2:
         return []
@@ -142,7 +142,7 @@ def slow_ranks(ranks: np.ndarray, rows: Table) -> list[Finding]:
     medians, spreads = rows[:, MEDIANS], rows[:, SPREADS]
     # With many ranks one is always an outlier by chance: the more ranks, the farther it must be.
     sigmas = 2.5 + math.sqrt(2 * math.log(len(ranks)))
-    found: list[Finding] = []
+    found: list[SlowRank] = []
     for phase in _PHASE_NAMES:
         seconds, spread = medians[:, phase], spreads[:, phase]
         usual = _median_of_others(seconds)
@@ -156,11 +156,11 @@ def slow_ranks(ranks: np.ndarray, rows: Table) -> list[Finding]:
         for index in indices:
             also = tuple(int(ranks[other]) for other in indices if other != index)
             cost = float(excess[index]) / step
-            found.append(Finding(int(ranks[index]), phase, float(seconds[index]), float(usual[index]), cost, also))
+            found.append(SlowRank(int(ranks[index]), phase, float(seconds[index]), float(usual[index]), cost, also))
     return found
 
 
-def _explained(excess: Table, ranks: np.ndarray, found: list[Finding], step: float) -> np.ndarray:
+def _explained(excess: Table, ranks: np.ndarray, found: list[SlowRank], step: float) -> np.ndarray:
     """Return which ranks may only be waiting for one that is slow in its own work."""
     local = [slow for slow in found if slow.phase in _LOCAL_PHASES]
     explained = np.zeros(len(ranks), dtype=bool)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...runtime import phases
 from ...runtime.phases import NAMES, PhaseClock
-from .detection import Finding, StragglerDetector, Window
+from .detection import SlowRank, StragglerDetector, Window
 from .windows import FEWEST_STEPS, LENGTH, MEDIANS, NUMBER, WHOLE, Windows, unpack
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _MOST_RANKS_IN_FULL = 64
 _SLOWEST = 16
 
 
-class Exchange:
+class StepTimeExchange:
     """Publish the step times of one rank; on rank 0, also compare those of all ranks."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Exchange:
         world_size: int,
         *,
         names: Sequence[int] | None = None,
-        before: Exchange | None = None,
+        before: StepTimeExchange | None = None,
     ) -> None:
         """Take part as a rank of a group; `names` are those of its ranks, where they are not their numbers.
 
@@ -136,11 +136,11 @@ class _Warner:
     """Warn of a straggler once, and again at growing intervals."""
 
     def __init__(self) -> None:
-        self._current: Finding | None = None
+        self._current: SlowRank | None = None
         self._quiet_until: dict[tuple[int, int], tuple[float, float]] = {}
         self._has_warned = False
 
-    def update(self, finding: Finding | None) -> None:
+    def update(self, finding: SlowRank | None) -> None:
         before, self._current = self._current, finding
         if before is not None and (finding is None or _key(finding) != _key(before)):
             if self._has_warned and finding is None:
@@ -161,7 +161,7 @@ class _TraceFile:
 
     def __init__(self) -> None:
         self._next_line = -math.inf
-        self._finding: Finding | None = None
+        self._finding: SlowRank | None = None
 
     def write(self, window: Window, num_ranks: int) -> None:
         """Append a line, every two seconds or when the straggler changes."""
@@ -222,5 +222,5 @@ def _append(file: str, line: str) -> None:
         os.replace(f"{file}.new", file)
 
 
-def _key(finding: Finding) -> tuple[int, int]:
+def _key(finding: SlowRank) -> tuple[int, int]:
     return finding.rank, finding.phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from meshwright.launch.processes.elastic.membership import Membership, Totals
+from meshwright.launch.processes.elastic.membership import Membership, ReplacementTotals
 
 
 @pytest.fixture
@@ -35,24 +35,24 @@ def test_a_request_of_an_earlier_process_is_outdated(launchers: tuple[Membership
 
 def test_totals_are_those_of_all_machines(launchers: tuple[Membership, Membership]) -> None:
     host, other = launchers
-    assert host.totals() == Totals()
+    assert host.totals() == ReplacementTotals()
     host.count_replacements(1)
     other.count_replacements(1)
     other._store.add("lost_ms", 9100)
-    assert host.totals() == Totals(replacements=2, seconds=9.1)
+    assert host.totals() == ReplacementTotals(replacements=2, seconds=9.1)
 
 
 @pytest.mark.parametrize(
     ("totals", "seconds", "said"),
     [
-        (Totals(replacements=4, seconds=9.1), 6 * 3600, "4 replacements, 9.1 s lost of 6 h."),
-        (Totals(replacements=1, seconds=0.52), 100, "1 replacement, 0.5 s lost of 100 s."),
+        (ReplacementTotals(replacements=4, seconds=9.1), 6 * 3600, "4 replacements, 9.1 s lost of 6 h."),
+        (ReplacementTotals(replacements=1, seconds=0.52), 100, "1 replacement, 0.5 s lost of 100 s."),
         (
-            Totals(replacements=2, seconds=30) + Totals(replacements=1, seconds=12),
+            ReplacementTotals(replacements=2, seconds=30) + ReplacementTotals(replacements=1, seconds=12),
             2700,
             "3 replacements, 42.0 s lost of 45 min.",
         ),
     ],
 )
-def test_the_total_is_said_in_one_sentence(totals: Totals, seconds: float, said: str) -> None:
+def test_the_total_is_said_in_one_sentence(totals: ReplacementTotals, seconds: float, said: str) -> None:
     assert totals.sentence(seconds) == said

@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from meshwright.launch.processes.elastic.replacement import Replica, wait_for_end
+from meshwright.launch.processes.elastic.replacement import LocalReplica, wait_for_end
 from meshwright.launch.processes.verdict import Ending
 from tests.timing import limit
 
@@ -27,7 +27,7 @@ def test_waiting_ends_with_the_first_process_that_ends_or_in_time() -> None:
 
 
 def test_a_replica_keeps_why_it_was_replaced_until_it_has_joined() -> None:
-    replica = Replica(rank=5, folder=Path("logs/1"))
+    replica = LocalReplica(rank=5, folder=Path("logs/1"))
     killed = Ending(rank=5, local_rank=1, exit_code=-9)
     replica.leave(killed)
     assert (replica.incarnation, replica.is_member, replica.previous) == (1, False, killed)

@@ -10,16 +10,16 @@ import pytest
 from meshwright import ray_launcher
 from meshwright.errors import UnsupportedSettingError
 from meshwright.launch.processes.verdict import judge, panel
-from meshwright.tools.clusters.ray.placement import Place
+from meshwright.tools.clusters.ray.placement import RankPlacement
 from meshwright.tools.clusters.ray.rank import RankProcess, read_ending
-from meshwright.tools.clusters.ray.run import Ranks, Work, _ended_by_launcher, _lost_process
+from meshwright.tools.clusters.ray.run import RankActors, Work, _ended_by_launcher, _lost_process
 
 REPORTED = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Connection reset by peer. Some common causes include: ..."""
 
 
-def place(rank: int, node: int, local_rank: int, local_world_size: int) -> Place:
-    return Place(
+def place(rank: int, node: int, local_rank: int, local_world_size: int) -> RankPlacement:
+    return RankPlacement(
         rank=rank,
         local_rank=local_rank,
         local_world_size=local_world_size,
@@ -30,9 +30,9 @@ def place(rank: int, node: int, local_rank: int, local_world_size: int) -> Place
     )
 
 
-def variables_of(rank: int, places: list[Place], devices: list[tuple[str, ...]]) -> dict[str, str]:
+def variables_of(rank: int, places: list[RankPlacement], devices: list[tuple[str, ...]]) -> dict[str, str]:
     work = Work(method="run_function", arguments=(), variables={"A": "b"}, max_restarts=2)
-    ranks: Any = object.__new__(Ranks)
+    ranks: Any = object.__new__(RankActors)
     ranks._work, ranks._places, ranks._attempt = work, places, 1
     ranks._several_nodes = len({each.node_id for each in places}) > 1
     ranks._ranks = {

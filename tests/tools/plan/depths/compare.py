@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.commands.plan import plan_parser
-from meshwright.tools.plan.plan import Part, plan_run
+from meshwright.tools.plan.plan import WantedTrace, plan_run
 from meshwright.tools.plan.result import Plan
 from meshwright.tools.plan.timing.devices import load
 from meshwright.tools.plan.trace import Trace
@@ -31,7 +31,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             traces = Traces(args, Path(folder), world_size=RANKS, ranks_per_node=RANKS, on_accelerators=True)
 
-            def all_blocks(parts: Sequence[Part], traces: Traces = traces) -> list[Trace]:
+            def all_blocks(parts: Sequence[WantedTrace], traces: Traces = traces) -> list[Trace]:
                 return traces.get([replace(part, blocks=None) for part in parts])
 
             plans = [plan_run(tracer, script.name, cluster, brief=True) for tracer in (traces.get, all_blocks)]

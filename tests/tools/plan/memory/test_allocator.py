@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from meshwright.tools.plan.memory.allocator import MIB, Allocator, Block, simulate
+from meshwright.tools.plan.memory.allocator import MIB, Allocator, MemoryBlock, simulate
 
 KIB = 1024
 
@@ -134,7 +134,7 @@ requests = st.lists(
 @settings(max_examples=150)
 def test_laws_of_any_sequence(expandable: bool, wanted: list[tuple[int, str, int]]) -> None:
     allocator = Allocator(expandable)
-    live: list[tuple[Block, int, str]] = []
+    live: list[tuple[MemoryBlock, int, str]] = []
     for size, stream, victim in wanted:
         live.append((allocator.allocate(size, stream), size, stream))
         if victim < len(live):
@@ -150,7 +150,7 @@ def test_laws_of_any_sequence(expandable: bool, wanted: list[tuple[int, str, int
         assert not expandable or len(pool.blocks) <= 1
 
 
-def check(allocator: Allocator, live: list[tuple[Block, int, str]]) -> None:
+def check(allocator: Allocator, live: list[tuple[MemoryBlock, int, str]]) -> None:
     assert allocator.allocated == sum(block.size for block, _, _ in live) <= allocator.reserved
     for block, size, _ in live:
         assert size <= block.size <= size + MIB + 512

@@ -6,13 +6,13 @@ import pytest
 
 from meshwright.config.launch.options import BY_NAME
 from meshwright.tools.plan.memory.depth import extrapolated
-from meshwright.tools.plan.memory.levers import Lever, extrapolated_peaks, lever_peaks, levers_of
+from meshwright.tools.plan.memory.levers import MemoryOption, extrapolated_peaks, lever_peaks, levers_of
 from meshwright.tools.plan.memory.peak import memory_of
 from meshwright.tools.plan.trace import Trace
 from tests.tools.plan.made import MIB, model
 
 
-def levers(trace: Trace) -> dict[str, Lever]:
+def levers(trace: Trace) -> dict[str, MemoryOption]:
     return {lever.name: lever for lever in levers_of(trace, memory_of(trace), lever_peaks(trace))}
 
 

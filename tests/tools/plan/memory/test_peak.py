@@ -16,8 +16,8 @@ from meshwright.tools.plan.trace import (
     TEMPORARIES,
     UPDATE,
     WEIGHTS,
-    Step,
     Trace,
+    TracedStep,
 )
 from tests.tools.plan.made import MIB, Maker, model
 
@@ -34,7 +34,7 @@ def test_the_peak_of_a_step_by_owner() -> None:
 def test_the_operation_at_the_peak_is_the_one_that_runs_then() -> None:
     made = Maker()
     made.at(FORWARD, "a")
-    made.trace.steps = [Step(1, 9, 1, 0, 1)]
+    made.trace.steps = [TracedStep(1, 9, 1, 0, 1)]
     made.make(100, ACTIVATIONS)
     made.tick -= 1
     made.compute("aten.cat")
@@ -51,7 +51,7 @@ def test_what_lives_until_the_backward_pass_is_an_activation_whatever_the_tracer
 def test_micro_batches_have_passes_of_their_own() -> None:
     made = Maker()
     made.at(FORWARD, "a")
-    made.trace.steps = [Step(1, 99, 2, 0, 2)]
+    made.trace.steps = [TracedStep(1, 99, 2, 0, 2)]
     for _ in range(2):
         kept = made.at(FORWARD, "a").make(100, TEMPORARIES)
         short = made.make(10, ACTIVATIONS)
@@ -66,7 +66,7 @@ def test_micro_batches_have_passes_of_their_own() -> None:
 
 def test_what_a_backward_pass_leaves_to_the_next_pass_are_gradients() -> None:
     made = Maker()
-    made.trace.steps = [Step(0, 99, 2, 0, 2)]
+    made.trace.steps = [TracedStep(0, 99, 2, 0, 2)]
     made.at(FORWARD, "a").compute()
     made.at(BACKWARD, "a").compute()
     unreduced, short = made.make(100, TEMPORARIES), made.make(10, TEMPORARIES)
@@ -82,7 +82,7 @@ def test_the_setup_counts_apart() -> None:
     copy = made.at(SETUP).make(500, TEMPORARIES)
     made.make(100, WEIGHTS)
     made.free(copy)
-    made.trace.steps = [Step(made.tick + 1, made.tick + 9, 1, 0, 1)]
+    made.trace.steps = [TracedStep(made.tick + 1, made.tick + 9, 1, 0, 1)]
     made.at(FORWARD, "a").make(50, ACTIVATIONS)
     memory = memory_of(made.trace)
     assert (memory.setup, memory.total) == (600, 150)
@@ -91,7 +91,7 @@ def test_the_setup_counts_apart() -> None:
 
 def test_a_buffer_inside_of_one_operation_counts() -> None:
     made = Maker()
-    made.trace.steps = [Step(0, 9, 1, 0, 1)]
+    made.trace.steps = [TracedStep(0, 9, 1, 0, 1)]
     made.at(FORWARD, "a").make(100, ACTIVATIONS)
     inside = made.make(40, TEMPORARIES)
     inside.freed = inside.born
@@ -100,7 +100,7 @@ def test_a_buffer_inside_of_one_operation_counts() -> None:
 
 def test_what_ends_makes_room_for_what_begins() -> None:
     made = Maker()
-    made.trace.steps = [Step(0, 9, 1, 0, 1)]
+    made.trace.steps = [TracedStep(0, 9, 1, 0, 1)]
     first = made.at(FORWARD, "a").make(100, ACTIVATIONS)
     second = made.make(100, ACTIVATIONS)
     first.freed = second.born
@@ -127,7 +127,7 @@ def test_the_allocator_holds_at_least_what_is_allocated() -> None:
 def test_a_buffer_that_another_stream_uses_is_not_reused_before_that_is_done() -> None:
     def reserved(needed: int | None) -> float:
         made = Maker()
-        made.trace.steps = [Step(0, 99, 1, 0, 1)]
+        made.trace.steps = [TracedStep(0, 99, 1, 0, 1)]
         bucket = made.at(BACKWARD, "a").make(32 * MIB, COMMUNICATION)
         made.communicate("all_reduce", "dp_replicate", 2, 32 * MIB, stream="collectives").needed = needed
         made.free(bucket)

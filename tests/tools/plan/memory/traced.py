@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.commands.plan import plan_parser
 from meshwright.tools.plan.memory.expand import expanded
 from meshwright.tools.plan.memory.peak import Memory, memory_of
-from meshwright.tools.plan.plan import Part
+from meshwright.tools.plan.plan import WantedTrace
 from meshwright.tools.plan.traces import Traces
 
 
@@ -21,7 +21,7 @@ def main() -> None:
         args = plan_parser().parse_args(["--gpus", "4xH100", program, *line.split()])
         with tempfile.TemporaryDirectory() as folder:
             traces = Traces(args, Path(folder), world_size=4, ranks_per_node=4, on_accelerators=True)
-            whole, few = traces.get([Part(rank=0, blocks=None), Part(rank=0, blocks=(5, 5))])
+            whole, few = traces.get([WantedTrace(rank=0, blocks=None), WantedTrace(rank=0, blocks=(5, 5))])
         print(json.dumps([numbers(memory_of(whole)), numbers(memory_of(expanded(few, whole.blocks - few.blocks)))]))
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from meshwright.tools.plan.timing.collectives import collective_seconds
 from meshwright.tools.plan.timing.depth import extrapolated
-from meshwright.tools.plan.timing.devices import Cluster
+from meshwright.tools.plan.timing.devices import DeviceCluster
 from meshwright.tools.plan.timing.pipelines import Stage, replay
 from meshwright.tools.plan.timing.step import Timing, time_step
 from meshwright.tools.plan.trace import BACKWARD, FORWARD, Collective, Trace
@@ -34,7 +34,7 @@ class Estimate:
     """One run on one cluster."""
 
     options: Options
-    cluster: Cluster
+    cluster: DeviceCluster
     compiled: bool = False
     balanced: bool = False
     """Whether blocks are divided over the stages of a pipeline by their work, the head's too; otherwise evenly."""

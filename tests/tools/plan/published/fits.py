@@ -16,7 +16,7 @@ from pathlib import Path
 from meshwright.tools.plan.memory.expand import expanded
 from meshwright.tools.plan.memory.fit import Fit, fit_of, libraries_of
 from meshwright.tools.plan.memory.peak import memory_of
-from meshwright.tools.plan.plan import MORE, Part
+from meshwright.tools.plan.plan import MORE, WantedTrace
 from meshwright.tools.plan.timing.devices import load
 
 from .harness import CaseTraces
@@ -97,7 +97,7 @@ def planned(cases: Sequence[Case], folder: Path) -> Iterator[Planned]:
 
 def fit_of_case(case: Case, folder: Path) -> Fit:
     """Plan the memory of one run from one trace of few blocks."""
-    [trace] = CaseTraces(case, folder).get([Part(rank=0, blocks=MORE)])
+    [trace] = CaseTraces(case, folder).get([WantedTrace(rank=0, blocks=MORE)])
     device = load().cluster(case.cluster).device
     memory = memory_of(expanded(trace, trace.all_blocks - trace.blocks))
     libraries = libraries_of(device.context, _GROUPS)

@@ -22,7 +22,7 @@ from pathlib import Path
 from meshwright.commands.plan import plan_parser
 from meshwright.tools.plan.memory.fit import Fit
 from meshwright.tools.plan.memory.peak import Memory
-from meshwright.tools.plan.plan import Part, plan_run
+from meshwright.tools.plan.plan import WantedTrace, plan_run
 from meshwright.tools.plan.timing.devices import DEVICES, load
 from meshwright.tools.plan.trace import Trace, read_trace
 from meshwright.tools.plan.traces import Traces
@@ -48,7 +48,7 @@ class CaseTraces:
         assert self.case.options is not None
         return self.case.options
 
-    def get(self, parts: Sequence[Part]) -> list[Trace]:
+    def get(self, parts: Sequence[WantedTrace]) -> list[Trace]:
         """Return traces. All operations of a run that was compiled count as compiled, also hand-fused ones."""
         missing = [part for part in dict.fromkeys(parts) if not self._file(part).exists()]
         if missing:
@@ -59,7 +59,7 @@ class CaseTraces:
                 operation.compiled = self.case.compiled
         return traces
 
-    def _trace(self, parts: list[Part]) -> None:
+    def _trace(self, parts: list[WantedTrace]) -> None:
         command = ["--gpus", self.case.cluster, str(SCRIPT), "--options", self.options.to_json()]
         args = plan_parser().parse_args(command)
         cluster = load().cluster(self.case.cluster)
@@ -74,7 +74,7 @@ class CaseTraces:
             for part, trace in zip(parts, traces.get(parts), strict=True):
                 trace.save(self._file(part))
 
-    def _file(self, part: Part) -> Path:
+    def _file(self, part: WantedTrace) -> Path:
         asked = f"{_script_text()} {self.options.to_json()} {self.case.cluster.partition('x')[0]} {part}"
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.trace"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.tools.plan.timing.devices import Cluster, load
+from meshwright.tools.plan.timing.devices import DeviceCluster, load
 
 from .analytic import Estimate, blocks_of_stages
 from .rows import Case, block_parameters, flops_per_token, read_cases
@@ -83,7 +83,7 @@ def nanotron() -> list[Case]:
     return [case for case in read_cases() if case.source == "nanotron"]
 
 
-def candidates(options: Options, cluster: Cluster) -> Iterator[Options]:
+def candidates(options: Options, cluster: DeviceCluster) -> Iterator[Options]:
     """Yield every mesh and micro-batch with the same global batch that fits."""
     samples = options.batch * options.accumulation * options.dp_shard * options.dp_replicate
     for tp in (size for size in _SIZES if size <= _LARGEST_TP):

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.tools.plan.trace import BACKWARD, FORWARD, MAIN_STREAM, Collective, Step, Trace
+from meshwright.tools.plan.trace import BACKWARD, FORWARD, MAIN_STREAM, Collective, Trace, TracedStep
 from meshwright.tools.plan.tracing.host.values import Values
-from meshwright.tools.plan.tracing.recorder import Recorder
+from meshwright.tools.plan.tracing.recorder import TraceRecorder
 
 from .script.options import Options
 
@@ -82,7 +82,7 @@ def _micro_batch(options: Options, compiled: bool) -> MicroBatch:
     train, _ = import_script("train")
     options = replace(options, seq=options.seq // options.cp)
     found = MicroBatch(Trace(0, 1, {}, 0, 0, options.layers, options.layers))
-    recorder = Recorder(found.trace, Values([]), lambda ranks: "")
+    recorder = TraceRecorder(found.trace, Values([]), lambda ranks: "")
     walk = _Walk(found, recorder, tuple(range(options.tp)))
     with torch.device("meta"), patch.object(F, "scaled_dot_product_attention", _attention):
         torch.set_default_dtype(torch.bfloat16)
@@ -101,7 +101,7 @@ def _micro_batch(options: Options, compiled: bool) -> MicroBatch:
             walk.note(FORWARD, found.rest)
             train.Loss(options, None)(model(tokens, tokens), tokens).backward()
             walk.note(REDUCE, found.rest)
-    found.trace.steps = [Step(0, recorder.tick + 2, 0, 0, 1)]
+    found.trace.steps = [TracedStep(0, recorder.tick + 2, 0, 0, 1)]
     found.trace.allocations = []
     for operation in found.trace.operations:
         operation.compiled = compiled
@@ -120,7 +120,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, en
 class _Walk:
     """Notes of a model that runs."""
 
-    def __init__(self, found: MicroBatch, recorder: Recorder, split_over: tuple[int, ...]) -> None:
+    def __init__(self, found: MicroBatch, recorder: TraceRecorder, split_over: tuple[int, ...]) -> None:
         self.found, self.recorder, self.split_over = found, recorder, split_over
         self.depth = 0
         recorder.module = lambda: ("", self.depth > 0)

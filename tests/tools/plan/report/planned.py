@@ -6,7 +6,7 @@ from meshwright.tools.plan.ledger import ledger_of, timed
 from meshwright.tools.plan.memory.fit import fit_of, libraries_of
 from meshwright.tools.plan.memory.levers import lever_peaks, levers_of
 from meshwright.tools.plan.memory.peak import memory_of
-from meshwright.tools.plan.result import Candidate, Cost, Plan, RankPlan
+from meshwright.tools.plan.result import Candidate, Plan, RankPlan, RunCost
 from meshwright.tools.plan.timing.rates import Rates
 from meshwright.tools.plan.timing.step import Timing
 from tests.tools.plan.made import MIB, model
@@ -46,7 +46,7 @@ def planned(blocks: int = 12, scale: int = 100, guesses: tuple[str, ...] = ("tra
         fits=[fit_of(memory, name, total * 2**30, libraries) for name, total in devices.items()],
         levers=levers_of(trace, memory, lever_peaks(trace)),
         rates=RATES,
-        cost=Cost(steps=1000, tokens=524_288_000, hours=0.35, low=0.28, high=0.42, devices=64, price=2.5),
+        cost=RunCost(steps=1000, tokens=524_288_000, hours=0.35, low=0.28, high=0.42, devices=64, price=2.5),
         candidates=[
             Candidate(
                 {"dp_shard": 64}, 1, {}, 40e9, 44e9, True, RATES, "meshwright launch --use_fsdp train.py", "a: b\n"

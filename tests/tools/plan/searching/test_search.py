@@ -12,7 +12,7 @@ from meshwright.tools.plan.memory.peak import memory_of
 from meshwright.tools.plan.result import Plan
 from meshwright.tools.plan.searching.choices import Choice, choice_of
 from meshwright.tools.plan.searching.estimates import Estimates
-from meshwright.tools.plan.searching.search import Search, describe
+from meshwright.tools.plan.searching.search import PlanSearch, describe
 from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.timing.rates import Rates
 from meshwright.tools.plan.timing.step import time_step
@@ -37,14 +37,14 @@ def planned(memory: float, seconds: float, capacity: float = 100.0, expandable: 
     return plan
 
 
-def search(outcome: Callable[[Choice], Plan], limit: int = 24) -> tuple[Search, list[Choice]]:
+def search(outcome: Callable[[Choice], Plan], limit: int = 24) -> tuple[PlanSearch, list[Choice]]:
     asked: list[Choice] = []
 
     def evaluate(choice: Choice) -> Plan:
         asked.append(choice)
         return outcome(choice)
 
-    return Search(estimates(), evaluate, lambda words: None, limit), asked
+    return PlanSearch(estimates(), evaluate, lambda words: None, limit), asked
 
 
 def test_what_fits_is_ranked_by_time_and_the_rest_by_memory() -> None:

@@ -11,7 +11,7 @@ from meshwright.tools.plan.ledger import ledger_of
 from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.timing.passes import with_another_pass
 from meshwright.tools.plan.timing.step import time_step
-from meshwright.tools.plan.trace import BACKWARD, FORWARD, UPDATE, Step, Trace
+from meshwright.tools.plan.trace import BACKWARD, FORWARD, UPDATE, Trace, TracedStep
 from tests.launching import run_script
 from tests.tools.plan.made import MIB, Maker
 
@@ -60,7 +60,7 @@ def two_passes(count: int = 2) -> Trace:
             if number == count - 1:
                 made.communicate("all_reduce", "dp_replicate", 4, 8 * MIB)
         made.at(UPDATE).compute("aten._fused_adamw_", 0)
-        made.trace.steps.append(Step(began, made.tick + 1, samples=8, tokens=64, passes=count))
+        made.trace.steps.append(TracedStep(began, made.tick + 1, samples=8, tokens=64, passes=count))
         made.tick += 1
     return made.trace
 

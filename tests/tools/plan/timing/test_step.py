@@ -14,8 +14,8 @@ from meshwright.tools.plan.trace import (
     UPDATE,
     Collective,
     Operation,
-    Step,
     Trace,
+    TracedStep,
 )
 
 H100 = cluster("8xH100")
@@ -37,7 +37,7 @@ def reduce(tick: int, needed: int | None, size: int = 1 << 28, stream: str = "re
 
 def timed(*events: Operation | Collective) -> Timing:
     trace = Trace(0, 8, {"dp_shard": 8}, 0, 0, 1, 1)
-    trace.steps = [Step(0, 5, 1, 1, 1), Step(5, 10_000, 2, 128, 1)]
+    trace.steps = [TracedStep(0, 5, 1, 1, 1), TracedStep(5, 10_000, 2, 128, 1)]
     trace.operations = [event for event in events if isinstance(event, Operation)]
     trace.collectives = [event for event in events if isinstance(event, Collective)]
     return time_step(trace, H100)
@@ -146,7 +146,7 @@ def test_recomputed_and_frozen_work_is_not_counted_as_the_models() -> None:
 
 def test_rates_count_every_loader_once() -> None:
     trace = Trace(0, 8, {"dp_shard": 2, "tp": 4}, 0, 0, 1, 1)
-    trace.steps = [Step(0, 100, 2, 128, 1)]
+    trace.steps = [TracedStep(0, 100, 2, 128, 1)]
     trace.operations = [matmul(10), matmul(11, BACKWARD), matmul(12, BACKWARD)]
     timing = time_step(trace, H100)
     found = rates(timing, trace, H100, seconds=2.0)
@@ -163,4 +163,4 @@ def test_a_timing_is_plain_data() -> None:
 def test_an_empty_step_takes_no_time() -> None:
     timing = timed()
     assert timing.seconds == 0
-    assert rates(timing, Trace(0, 1, {}, 0, 0, 1, 1, steps=[Step(0, 1, 1, 1, 1)]), H100).mfu == 0
+    assert rates(timing, Trace(0, 1, {}, 0, 0, 1, 1, steps=[TracedStep(0, 1, 1, 1, 1)]), H100).mfu == 0

@@ -8,7 +8,7 @@ from textwrap import dedent
 
 from meshwright.launch.processes.forked import Failure, World, run_several
 from meshwright.tools.plan.trace import Trace, read_trace
-from meshwright.tools.plan.tracing.script import Request, trace_script
+from meshwright.tools.plan.tracing.script import TraceRequest, trace_script
 
 BEGINNING = """
 import torch
@@ -50,7 +50,9 @@ def run(source: str, folder: Path, world_size: int, blocks: int | None) -> tuple
     """Run a script on fake tensors; return how it failed, and where its trace is."""
     script, output = folder / "train.py", folder / "trace"
     script.write_text(BEGINNING + dedent(source))
-    request = Request(rank=0, world_size=world_size, output=output, blocks=None if blocks is None else (blocks, blocks))
+    request = TraceRequest(
+        rank=0, world_size=world_size, output=output, blocks=None if blocks is None else (blocks, blocks)
+    )
     variables = {
         "RANK": "0",
         "LOCAL_RANK": "0",

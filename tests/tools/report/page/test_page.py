@@ -17,7 +17,7 @@ import pytest
 from meshwright.tools.report import ReportError
 from meshwright.tools.report.page.page import build_page, flat, packed
 from meshwright.tools.report.runs.finding import read_runs
-from meshwright.tools.report.runs.reading import Run
+from meshwright.tools.report.runs.reading import RunRecords
 from tests.tools.report.writing import LEFT_AND_JOINED, START, end, lines, start, values, write_loss, write_run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"
@@ -221,7 +221,7 @@ def test_a_page_of_very_many_curves_keeps_its_size_by_fewer_points_each(tmp_path
 def test_an_empty_run_beside_others_is_listed(tmp_path: Path) -> None:
     write_loss(tmp_path / "a")
     write_run(tmp_path / "empty")
-    runs: list[Run] = list(read_runs([tmp_path]))
+    runs: list[RunRecords] = list(read_runs([tmp_path]))
     assert [run["name"] for run in data_of(build_page(runs, version="2.0"))["runs"]] == ["a", "empty"]
 
 

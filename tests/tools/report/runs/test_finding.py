@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.tools.report import ReportError
-from meshwright.tools.report.runs.finding import Runs, find_files, read_runs
+from meshwright.tools.report.runs.finding import RunFinder, find_files, read_runs
 from tests.tools.report.writing import append, values, write_loss
 
 
-def names(runs: Runs) -> list[str]:
+def names(runs: RunFinder) -> list[str]:
     return [run.name for run in runs]
 
 
@@ -35,7 +35,7 @@ def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
 
 def test_a_run_that_appears_later_is_found_and_names_follow(tmp_path: Path) -> None:
     write_loss(tmp_path / "x" / "run")
-    runs = Runs([tmp_path])
+    runs = RunFinder([tmp_path])
     runs.update()
     assert names(runs) == ["run"]
     first = next(iter(runs))

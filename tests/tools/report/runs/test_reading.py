@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.tools.report.runs.reading import Run, describe_lost
+from meshwright.tools.report.runs.reading import RunRecords, describe_lost
 from tests.tools.report.writing import START, append, end, start, values, write_run
 
 
-def read(folder: Path) -> Run:
-    run = Run(folder / "metrics.jsonl")
+def read(folder: Path) -> RunRecords:
+    run = RunRecords(folder / "metrics.jsonl")
     run.update()
     return run
 
 
-def steps_of(run: Run, name: str) -> list[float]:
+def steps_of(run: RunRecords, name: str) -> list[float]:
     return run.scalars[name].points().step.tolist()
 
 
-def values_of(run: Run, name: str) -> list[float]:
+def values_of(run: RunRecords, name: str) -> list[float]:
     return run.scalars[name].points().value.tolist()
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_another_process_writes_on_was_not_resumed(tmp_path: Path) ->
         values(2, loss=3),
         values(3, loss=4),
     ]
-    run = Run(write_run(tmp_path, *records) / "metrics.jsonl")
+    run = RunRecords(write_run(tmp_path, *records) / "metrics.jsonl")
     run.update()
     assert len(run.segments) == 1
     assert run.starts[-1]["processes"] == 4

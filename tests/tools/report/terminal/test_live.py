@@ -9,10 +9,10 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from meshwright.tools.report.runs.finding import Runs, read_runs
-from meshwright.tools.report.runs.reading import Run
+from meshwright.tools.report.runs.finding import RunFinder, read_runs
+from meshwright.tools.report.runs.reading import RunRecords
 from meshwright.tools.report.terminal.frame import Frame, recent_speed, total_steps
-from meshwright.tools.report.terminal.ranks import Ranks
+from meshwright.tools.report.terminal.ranks import WatchFrame
 from meshwright.tools.report.terminal.text import columns
 from tests.launching import COMMAND, environment
 from tests.timing import limit
@@ -62,7 +62,7 @@ def test_what_trackers_lost_stands_behind_the_facts_of_a_run(tmp_path: Path) -> 
     folder = write_run(tmp_path / "a", start(), values(1, loss=1), {"time": 1.0, "lost": {"wandb": 3}}, end())
     assert "· wandb lost 3 records" in frame(tmp_path).text(coloured=False)
     [run] = read_runs([folder])
-    assert "· wandb lost 3 records" in Ranks(run, 120, 30).text(coloured=False)
+    assert "· wandb lost 3 records" in WatchFrame(run, 120, 30).text(coloured=False)
 
 
 def test_a_run_that_appears_later_is_shown(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_speed_and_time_left_are_told_from_the_last_records(tmp_path: Path) -> N
     slow = [values(step, time=now - 200 + step, loss=1) for step in range(100)]
     fast = [values(100 + step, time=now - 100 + step / 10, loss=1) for step in range(500)]
     folder = write_run(tmp_path / "a", start(time=now - 200), {"config": {"train": {"max_steps": 1600}}}, *slow, *fast)
-    run = Run(folder / "metrics.jsonl")
+    run = RunRecords(folder / "metrics.jsonl")
     run.update()
     assert recent_speed(run) == pytest.approx(10)
     assert total_steps(run) == 1600
@@ -230,7 +230,7 @@ def test_speed_and_time_left_are_told_from_the_last_records(tmp_path: Path) -> N
 
 
 def test_before_anything_was_logged_it_says_what_it_waits_for(tmp_path: Path) -> None:
-    runs = Runs([tmp_path])
+    runs = RunFinder([tmp_path])
     runs.update()
     assert f"waiting for a metrics.jsonl in {tmp_path}" in Frame(runs, (), 200, 20).text(coloured=False)
     write_run(tmp_path / "a", start())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.tools.verify.comparing.layouts import Part, joined
+from meshwright.tools.verify.comparing.layouts import TensorPart, joined
 
 WHOLE = torch.arange(2 * 8 * 6).view(2, 8, 6)
 
 
-def part(tensor: torch.Tensor, split: int = 0, positions: list[int] | None = None) -> Part:
-    return Part(tensor=tensor, split=split, positions=None if positions is None else torch.tensor(positions))
+def part(tensor: torch.Tensor, split: int = 0, positions: list[int] | None = None) -> TensorPart:
+    return TensorPart(tensor=tensor, split=split, positions=None if positions is None else torch.tensor(positions))
 
 
 def test_copies_stay_copies() -> None:

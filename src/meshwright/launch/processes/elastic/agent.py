@@ -26,7 +26,7 @@ from ...machines.preflight import SECONDS_BETWEEN_NOTICES, SECONDS_TO_WAIT
 from ..guard import Guard
 from ..signals import set_handlers
 from ..verdict import Ending, judge
-from .job import Job, Outcome
+from .job import ElasticJob, LocalOutcome
 from .rendezvous import make_rendezvous
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
@@ -40,10 +40,10 @@ SECONDS_AFTER_ONE_GAVE_UP = 5
 class Agent(LocalElasticAgent):
     """torchelastic's agent, which also records how every rank ended and grants time to end."""
 
-    def __init__(self, job: Job, guard: Guard) -> None:
+    def __init__(self, job: ElasticJob, guard: Guard) -> None:
         self.job = job
         self.guard = guard
-        self.outcome = Outcome()
+        self.outcome = LocalOutcome()
         self.exchange: FailureExchange | None = None
         self._deadline: float | None = None
         self.rendezvous = self._make_rendezvous()

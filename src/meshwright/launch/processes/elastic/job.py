@@ -14,7 +14,7 @@ class PortInUse(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ElasticJob:
     """The settings of one run for torchelastic."""
 
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class LocalOutcome:
     """How the processes of this machine ended."""
 
     endings: list[Ending] = field(default_factory=list)

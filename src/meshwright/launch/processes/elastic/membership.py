@@ -124,20 +124,24 @@ class Membership:
         """Return the folder of the run's log, if there is one."""
         return self._store.get("folder").decode(errors="replace") if self._store.check(["folder"]) else None
 
-    def totals(self) -> Totals:
+    def totals(self) -> ReplacementTotals:
         """Return what all machines have counted until now."""
-        return Totals(replacements=self._store.add("replacements", 0), seconds=self._store.add("lost_ms", 0) / 1000)
+        return ReplacementTotals(
+            replacements=self._store.add("replacements", 0), seconds=self._store.add("lost_ms", 0) / 1000
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class ReplacementTotals:
     """How many replicas were replaced, and the seconds in which training stood still for that."""
 
     replacements: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(replacements=self.replacements + other.replacements, seconds=self.seconds + other.seconds)
+    def __add__(self, other: ReplacementTotals) -> ReplacementTotals:
+        return ReplacementTotals(
+            replacements=self.replacements + other.replacements, seconds=self.seconds + other.seconds
+        )
 
     def sentence(self, of_seconds: float) -> str:
         """Say it, beside the length of the run."""

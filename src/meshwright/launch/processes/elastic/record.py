@@ -22,15 +22,15 @@ from dataclasses import asdict
 from time import time
 from typing import Any
 
-from .membership import Membership, Totals
+from .membership import Membership, ReplacementTotals
 
 FILE_NAME = "replicas.jsonl"
 
 
-class Record:
+class AttemptRecord:
     """What was written of the changes of one attempt."""
 
-    def __init__(self, membership: Membership, earlier: Totals, began: float) -> None:
+    def __init__(self, membership: Membership, earlier: ReplacementTotals, began: float) -> None:
         self._membership = membership
         self._earlier = earlier
         self._began = began  # by `time.time`

@@ -26,7 +26,7 @@ _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
 
 @dataclass(kw_only=True)
-class Replica:
+class LocalReplica:
     """A rank of this machine, whose process may be replaced."""
 
     rank: int

@@ -14,11 +14,11 @@ from ...console import loggers_silenced
 from ..guard import Guard
 from ..signals import handled_by
 from .agent import Agent
-from .job import Job, Outcome, PortInUse
+from .job import ElasticJob, LocalOutcome, PortInUse
 from .surviving import SurvivingAgent
 
 
-def run(job: Job, guard: Guard) -> Outcome:
+def run(job: ElasticJob, guard: Guard) -> LocalOutcome:
     """Run the processes of this machine until they end."""
     agent = (SurvivingAgent if job.survive else Agent)(job, guard)
     # The verdict reports failures, once and in full, so torchelastic need not.

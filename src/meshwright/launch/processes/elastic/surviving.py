@@ -42,10 +42,10 @@ from ..verdict import Ending, describe, kind_of_failure
 from . import sentences
 from .agent import SECONDS_FOR_COLLATERAL_TO_END, Agent
 from .heartbeat import LauncherHeartbeat
-from .job import Job
-from .membership import Membership, Totals
-from .record import Record
-from .replacement import Replacement, Replica, Streams, end_group, end_process, wait_for_end
+from .job import ElasticJob
+from .membership import Membership, ReplacementTotals
+from .record import AttemptRecord
+from .replacement import LocalReplica, Replacement, Streams, end_group, end_process, wait_for_end
 
 MOST_FAILURES = 3
 SECONDS_BETWEEN_CHECKS = 0.1
@@ -55,19 +55,19 @@ SECONDS_BETWEEN_CHECKS = 0.1
 class SurvivingAgent(Agent):
     """The agent that replaces single processes: [Note: who is replaced]."""
 
-    def __init__(self, job: Job, guard: Guard) -> None:
+    def __init__(self, job: ElasticJob, guard: Guard) -> None:
         super().__init__(replace(job, monitor_interval=0.001), guard)  # `_monitor_workers` waits
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, LocalReplica] = {}
         """By local rank."""
         self._membership: Membership | None = None
         self._replacements: dict[int, Replacement] = {}
         self._exceptions: Counter[tuple[object, ...]] = Counter()
         self._heartbeat: LauncherHeartbeat | None = None
         """With several machines."""
-        self._totals = Totals()
+        self._totals = ReplacementTotals()
         """Of earlier attempts."""
         self._started, self._started_at = time.monotonic(), time.time()
-        self._record: Record | None = None
+        self._record: AttemptRecord | None = None
         """On machine 0."""
 
     @property
@@ -107,7 +107,7 @@ class SurvivingAgent(Agent):
             host=found.master_addr,
             replicas=found.workers[0].world_size,
         )
-        self._record = Record(self.membership, self._totals, self._started_at) if found.group_rank == 0 else None
+        self._record = AttemptRecord(self.membership, self._totals, self._started_at) if found.group_rank == 0 else None
         if found.group_world_size > 1:
             self._heartbeat = LauncherHeartbeat(
                 self.membership.address,
@@ -127,7 +127,7 @@ class SurvivingAgent(Agent):
             pids = super()._start_workers(worker_group)
         folders = {local_rank: Path(file).parent for local_rank, file in self._context.error_files.items()}
         self.replicas = {
-            worker.local_rank: Replica(rank=worker.global_rank, folder=folders[worker.local_rank])
+            worker.local_rank: LocalReplica(rank=worker.global_rank, folder=folders[worker.local_rank])
             for worker in worker_group.workers
         }
         self._exceptions.clear()
@@ -199,7 +199,7 @@ class SurvivingAgent(Agent):
             elif not has_ended:
                 self.membership.remove(ranks, "its process had ended when it was let in")
 
-    def _fence(self, local_rank: int, replica: Replica) -> None:
+    def _fence(self, local_rank: int, replica: LocalReplica) -> None:
         """Kill the process of a rank that the others removed, unless it asks to join once more: [Note: fences]."""
         replica.is_member = False
         reason = self.membership.why_removed(replica.rank)
@@ -258,7 +258,7 @@ class SurvivingAgent(Agent):
             ended_by_launcher=False,
         )
 
-    def _why_hopeless(self, replica: Replica, ending: Ending) -> str | None:
+    def _why_hopeless(self, replica: LocalReplica, ending: Ending) -> str | None:
         """Count a failure; return why another replacement cannot help, or None if it can."""
         if replica.previous is not None:
             replica.failures += 1

@@ -36,7 +36,7 @@ _SAMPLES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class TokenExchange:
     """Where tokens travel: over the processes that share all experts; `tp` holds the same tokens several times."""
 
     ep: DeviceMesh
@@ -48,7 +48,7 @@ class Exchange:
 class SpreadForward:
     """The forward pass of a module whose experts are spread over processes."""
 
-    def __init__(self, name: str, module: nn.Module, num_experts: int, exchange: Exchange) -> None:
+    def __init__(self, name: str, module: nn.Module, num_experts: int, exchange: TokenExchange) -> None:
         self.name = name
         self.kind = type(module).__name__  # FSDP2 changes the class
         self.module = module

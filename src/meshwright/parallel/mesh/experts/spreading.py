@@ -22,7 +22,7 @@ from ....errors import UnsupportedSettingError
 from ....runtime.group.mesh import Mesh
 from ...modules.averaging import broadcast_parameters
 from ...modules.wrapping import parameters_in
-from .dispatch import Exchange, SpreadForward
+from .dispatch import SpreadForward, TokenExchange
 from .plans import experts_of, num_experts_of
 
 
@@ -37,7 +37,7 @@ class ExpertParallel:
         """The processes that hold the same experts as this one."""
         self.num_shards = self.holders.size(1)
         tp = mesh.axis("tp") if mesh.size("tp") > 1 else None
-        self.exchange = Exchange(ep=self.ep, tp=tp, factor=self.holders.size() / mesh.num_token_ranks)
+        self.exchange = TokenExchange(ep=self.ep, tp=tp, factor=self.holders.size() / mesh.num_token_ranks)
         if mesh.sharding is None and self.holders.size() > 1:
             raise UnsupportedSettingError(
                 f"ep_size={mesh.size('ep')} with tp_size={mesh.size('tp')} and no axis of data",

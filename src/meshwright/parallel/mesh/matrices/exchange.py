@@ -26,7 +26,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Task:
+class MatrixTask:
     """A parameter, how it is divided, and the rank that steps it."""
 
     param: Tensor
@@ -59,7 +59,7 @@ class Full:
 class Round:
     """What is exchanged at once; see [Note: rounds]."""
 
-    def __init__(self, shard_group: ShardGroup, tasks: Sequence[Task]) -> None:
+    def __init__(self, shard_group: ShardGroup, tasks: Sequence[MatrixTask]) -> None:
         self.shard_group = shard_group
         self.rank = dist.get_rank()
         self.tasks = tasks
@@ -127,7 +127,7 @@ _Routes = Mapping[int, list[tuple[int, Box]]]
 class _Message:
     """The buffer of one side of an all-to-all: the parts for or from every rank, each aligned for its dtype."""
 
-    def __init__(self, routes: _Routes, tasks: Sequence[Task], copies: int = 1) -> None:
+    def __init__(self, routes: _Routes, tasks: Sequence[MatrixTask], copies: int = 1) -> None:
         self.places = [place for rank in sorted(routes) for place in routes[rank]]
         self.sizes: list[int] = []
         self._slots: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
@@ -149,10 +149,10 @@ class _Message:
         return [buffer[start : start + length].view(dtype).view(shape) for start, length, dtype, shape in self._slots]
 
 
-def rounds_of(shard_group: ShardGroup, tasks: Sequence[Task]) -> list[Round]:
+def rounds_of(shard_group: ShardGroup, tasks: Sequence[MatrixTask]) -> list[Round]:
     """Divide parameters into rounds."""
     sizes = dict.fromkeys(shard_group.ranks, 0)
-    rounds: dict[int, list[Task]] = {}
+    rounds: dict[int, list[MatrixTask]] = {}
     for task in tasks:
         rounds.setdefault(sizes[task.owner] // ROUND_BYTES, []).append(task)
         sizes[task.owner] += task.param.numel() * task.param.element_size()

@@ -26,7 +26,7 @@ from ...modules.dtensors import mesh_of, whole
 from ...modules.memory.stepping import early_steps_of, part_of
 from ...modules.references import flat_copy_in
 from .division import Division, ShardGroup, cost_of, ranks_of
-from .exchange import Full, Task, rounds_of
+from .exchange import Full, MatrixTask, rounds_of
 
 _REQUEST = "_accelerate_steps_full_tensors"
 """The name under which an optimizer keeps which of its parameters are to be stepped whole."""
@@ -244,12 +244,12 @@ class FullSteps:
         numbers = [id(param) for param in params]
         if numbers != self._plan[0]:
             self.assign(params)
-            tasks: dict[tuple[int, ...], list[Task]] = defaultdict(list)
+            tasks: dict[tuple[int, ...], list[MatrixTask]] = defaultdict(list)
             for param in params:
                 if param not in self._divisions:
                     self._divisions[param] = Division.of(param)
                 division = self._divisions[param]
-                tasks[tuple(sorted(division.boxes))].append(Task(param, division, self._owners[param]))
+                tasks[tuple(sorted(division.boxes))].append(MatrixTask(param, division, self._owners[param]))
             self._plan = numbers, [rounds_of(self._shard_groups[ranks], found) for ranks, found in tasks.items()]
         return self._plan[1]
 

@@ -14,7 +14,7 @@ from ....runtime.devices.device import is_cpu
 from ....runtime.streams.mapping import prefetch_pages, release_pages, return_freed_memory, write_pages
 from ...modules.gradient_hooks import carry_hooks
 from ...modules.wrapping import units_of
-from .buffers import Buffers, Pool
+from .buffers import BufferPool, Buffers
 
 _ALIGNMENT = 64
 
@@ -22,7 +22,7 @@ Sources = tuple[Tensor, ...]
 """Where the values of a block's parameters are on the host."""
 
 
-class Span(NamedTuple):
+class BufferSpan(NamedTuple):
     """Where a tensor is in a buffer of bytes."""
 
     start: int
@@ -45,7 +45,7 @@ class Block:
         self.slot = index % 2
         """Which of the two places on the device it has, in every pass: autograd keeps views of it."""
         self.buffers = buffers
-        self.spans: list[Span] = []
+        self.spans: list[BufferSpan] = []
         self.num_bytes = 0
         self._places: list[tuple[nn.Module, str, int]] = []
         originals: dict[int, tuple[int, nn.Parameter]] = {}
@@ -65,7 +65,7 @@ class Block:
         ]
         self.on_device: list[nn.Parameter] = []
         """Views of the block's place on the device."""
-        self.gradients = Pool(buffers.keep)
+        self.gradients = BufferPool(buffers.keep)
         """Where gradients are, if blocks are on a disk."""
         self._state: dict[tuple[str, int], Tensor] = {}
         self._state_buffers: list[Tensor] = []
@@ -74,10 +74,10 @@ class Block:
 
     def _add_span(self, param: Tensor) -> None:
         dense = torch.empty_like(param, device="meta")  # the strides of a tensor without gaps
-        self.spans.append(Span(self.num_bytes, param.nbytes, param.dtype, param.shape, dense.stride()))
+        self.spans.append(BufferSpan(self.num_bytes, param.nbytes, param.dtype, param.shape, dense.stride()))
         self.num_bytes += _aligned(param.nbytes)
 
-    def _on_host(self, param: nn.Parameter, span: Span) -> nn.Parameter:
+    def _on_host(self, param: nn.Parameter, span: BufferSpan) -> nn.Parameter:
         place = span.of(self.weights)
         with torch.no_grad():
             place.copy_(param)
@@ -145,7 +145,7 @@ class Block:
         for owner, name, _ in self._places:
             owner._parameters[name] = None
 
-    def spans_of(self, indices: Iterable[int]) -> tuple[list[Span], int]:
+    def spans_of(self, indices: Iterable[int]) -> tuple[list[BufferSpan], int]:
         """Return where some of the parameters' gradients or moments are in a buffer of their own, and its size."""
         spans, num_bytes = [], 0
         for index in indices:
@@ -153,7 +153,7 @@ class Block:
             num_bytes += _aligned(self.spans[index].num_bytes)
         return spans, num_bytes
 
-    def places(self, indices: Sequence[int], pool: Pool) -> dict[int, Tensor]:
+    def places(self, indices: Sequence[int], pool: BufferPool) -> dict[int, Tensor]:
         """Return memory of a pool for the gradients of some of the parameters."""
         if not indices:
             return {}

@@ -34,7 +34,7 @@ class Buffers:
         return pinned(buffer) if has_streams(self._device) else buffer
 
 
-class Pool:
+class BufferPool:
     """Buffers that are used again as soon as no tensor refers to them."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:

@@ -25,7 +25,7 @@ from ....errors import UnsupportedSettingError
 from ....runtime.devices.device import activate, has_streams, is_cpu
 from ...modules.memory.stepping import hook_gradient
 from .blocks import Block
-from .buffers import Pool
+from .buffers import BufferPool
 from .traffic import Traffic
 
 Gradients = tuple[Tensor | None, ...]
@@ -74,7 +74,7 @@ class _ToDevice(Function):
 class HostGradients:
     """The way of gradients from the device to the parameters on the host."""
 
-    def __init__(self, device: torch.device, num_processes: int, pool: Pool, traffic: Traffic) -> None:
+    def __init__(self, device: torch.device, num_processes: int, pool: BufferPool, traffic: Traffic) -> None:
         self.device = device
         self.num_processes = num_processes
         self.traffic = traffic

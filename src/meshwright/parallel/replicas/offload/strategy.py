@@ -26,7 +26,7 @@ from ...base import Bundle, Capabilities, params_of
 from ...modules.spread import Layout
 from ..ddp import DataParallel
 from .blocks import Block, blocks_of
-from .buffers import Buffers, Pool
+from .buffers import BufferPool, Buffers
 from .gradients import HostGradients, no_double_backward
 from .stepping import BlockSteps
 from .streaming import BlockStream
@@ -99,7 +99,9 @@ class StreamedBlocks(DataParallel):
     def _stream(self, model: nn.Module, blocks: list[Block]) -> None:
         device = self.runtime.device
         stream = BlockStream(model, blocks, device, self.traffic)
-        gradients = HostGradients(device, self.runtime.num_processes, Pool(blocks[0].buffers.transfer), self.traffic)
+        gradients = HostGradients(
+            device, self.runtime.num_processes, BufferPool(blocks[0].buffers.transfer), self.traffic
+        )
         gradients.when_complete = self.stepping.step
         gradients.when_late = self.stepping.gradient_came_late
         for block in blocks:

@@ -14,7 +14,7 @@ from ....config.settings import check_precision
 from ....errors import REQUEUE_EXIT_CODE, UnsupportedSettingError
 from ....launch.notebook.launcher import refuse_nesting
 from ....launch.processes.verdict import collateral_text, describe
-from .placement import STRATEGIES, Request
+from .placement import STRATEGIES, ClusterRequest
 
 if TYPE_CHECKING:
     from ....launch.notebook.failures import WorkerFailedError
@@ -127,7 +127,7 @@ def make_request(
     elastic_timeout: float = 30.0,
     *,
     cpu: bool = False,
-) -> Request:
+) -> ClusterRequest:
     """Fill in what was left open, from what the cluster has."""
     import ray
 
@@ -141,7 +141,7 @@ def make_request(
     least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     if not 1 <= least <= most:
         raise ValueError(f"num_workers={num_workers!r}: give a number of 1 or more, or a pair (min, max).")
-    return Request(
+    return ClusterRequest(
         least=least,
         most=most,
         resources={name: number for name, number in resources.items() if number},

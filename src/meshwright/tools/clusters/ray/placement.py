@@ -16,7 +16,7 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ClusterRequest:
     """What is asked of the cluster."""
 
     least: int
@@ -32,7 +32,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlacement:
     """One rank: its numbers, and where it runs."""
 
     rank: int
@@ -45,7 +45,7 @@ class Place:
 
 
 @contextmanager
-def reserved(request: Request, say: Callable[[str], None]) -> Iterator[tuple[Any, list[Place]]]:
+def reserved(request: ClusterRequest, say: Callable[[str], None]) -> Iterator[tuple[Any, list[RankPlacement]]]:
     """Reserve a placement group for as many ranks as there is room for; remove it after the block."""
     from ray.util.placement_group import remove_placement_group
 
@@ -56,7 +56,7 @@ def reserved(request: Request, say: Callable[[str], None]) -> Iterator[tuple[Any
         remove_placement_group(group)
 
 
-def _reserve(request: Request, say: Callable[[str], None]) -> Any:
+def _reserve(request: ClusterRequest, say: Callable[[str], None]) -> Any:
     end = time.monotonic() + request.seconds
     patience = request.seconds if request.least == request.most else min(request.elastic_seconds, request.seconds)
     for size in range(request.most, request.least - 1, -1):
@@ -77,7 +77,7 @@ def _reserve(request: Request, say: Callable[[str], None]) -> Any:
     )
 
 
-def _group(request: Request, size: int, seconds: float, say: Callable[[str], None] | None) -> Any:
+def _group(request: ClusterRequest, size: int, seconds: float, say: Callable[[str], None] | None) -> Any:
     """Return a placement group of `size` ranks, or None if there is no room in time."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -96,7 +96,7 @@ def _group(request: Request, size: int, seconds: float, say: Callable[[str], Non
             remove_placement_group(group)
 
 
-def _wanted(request: Request, size: int) -> str:
+def _wanted(request: ClusterRequest, size: int) -> str:
     return f"{size} worker(s) with {_shown(request.resources)} each ({request.strategy})"
 
 
@@ -105,7 +105,7 @@ def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{number:g} {name}" for name, number in sorted(named.items())) or "nothing"
 
 
-def _places(group: Any) -> list[Place]:
+def _places(group: Any) -> list[RankPlacement]:
     """Number the ranks so that those of a node follow each other, as every launcher does."""
     import ray
     from ray.util.placement_group import placement_group_table
@@ -113,11 +113,11 @@ def _places(group: Any) -> list[Place]:
     node_of = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
-    places: list[Place] = []
+    places: list[RankPlacement] = []
     for node_rank, node in enumerate(nodes):
         bundles = [bundle for bundle in sorted(node_of) if node_of[bundle] == node]
         places += [
-            Place(
+            RankPlacement(
                 rank=len(places) + local_rank,
                 local_rank=local_rank,
                 local_world_size=len(bundles),

@@ -48,7 +48,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class RankResult:
     """How a rank ended, what its function returned, and the traceback of its exception."""
 
     ending: Ending
@@ -56,7 +56,7 @@ class Answer:
     details: str = ""
 
 
-class Rank:
+class RankActor:
     """One rank of the run. Ray calls its methods one after the other, in the main thread of a process of its own."""
 
     def __init__(self, rank: int) -> None:
@@ -78,7 +78,7 @@ class Rank:
             error_file=self._error_file,
         )
 
-    def run_function(self, variables: Mapping[str, str], work: tuple[Any, Sequence[Any]]) -> Answer:
+    def run_function(self, variables: Mapping[str, str], work: tuple[Any, Sequence[Any]]) -> RankResult:
         """Run the function in this process."""
         self._export(variables)
         # Ray's handler raises SystemExit in the middle of a save that a preemption asks for.
@@ -92,13 +92,13 @@ class Rank:
             result = _call(function, args)
             if self._rank == 0:
                 _check_result(result)
-            answer = Answer(ending=self._ending(0), result=result if self._rank == 0 else None)
+            answer = RankResult(ending=self._ending(0), result=result if self._rank == 0 else None)
         except BaseException as error:
             answer = self._failure(error)
         remove_folder(self._folder)
         return answer
 
-    def run_script(self, variables: Mapping[str, str], words: Sequence[str], folder: str, python: bool) -> Answer:
+    def run_script(self, variables: Mapping[str, str], words: Sequence[str], folder: str, python: bool) -> RankResult:
         """Run a script in a child, which ends with this process. The first SIGTERM is passed on, the second kills.
 
         The child's working directory is `folder`, where it exists on this node; `python` is this node's.
@@ -122,7 +122,7 @@ class Rank:
         threading.Thread(target=_await_draining, daemon=True).start()
         ending = self._ending(child.wait())
         remove_folder(self._folder)
-        return Answer(ending=ending)
+        return RankResult(ending=ending)
 
     def _export(self, variables: Mapping[str, str]) -> None:
         interface = None
@@ -131,7 +131,7 @@ class Rank:
         network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         export({**variables, **network, ERROR_FILE: self._error_file})
 
-    def _failure(self, error: BaseException) -> Answer:
+    def _failure(self, error: BaseException) -> RankResult:
         """Record an exception as `worker.py` does for a script, with what the watcher knows of it."""
         from ....launch.notebook.task import attach_diagnosis
 
@@ -144,7 +144,7 @@ class Rank:
         if isinstance(code, str):
             print(code, file=sys.stderr)
         details = traceback.format_exception(type(error), error, _without_own_frames(error))
-        return Answer(ending=self._ending(code if isinstance(code, int) else 1), details="".join(details).strip())
+        return RankResult(ending=self._ending(code if isinstance(code, int) else 1), details="".join(details).strip())
 
     def _ending(self, exit_code: int) -> Ending:
         return Ending.read(

@@ -13,12 +13,12 @@ import _meshwright_start as door
 
 from ....config.environment import VISIBLE_DEVICES
 from ....errors import REQUEUE_EXIT_CODE
-from ....launch.processes.elastic.job import Outcome
+from ....launch.processes.elastic.job import LocalOutcome
 from ....launch.processes.signals import handled_by
 from ....launch.processes.verdict import Ending, Verdict, judge
 from ....runtime.group.network import loopback
-from .placement import Place, Request, draining_nodes, reserved
-from .rank import Answer, Rank, RankProcess, read_ending, signal_processes
+from .placement import ClusterRequest, RankPlacement, draining_nodes, reserved
+from .rank import RankActor, RankProcess, RankResult, read_ending, signal_processes
 
 SECONDS_FOR_OTHERS_TO_FAIL = 2.0
 SECONDS_FOR_COLLATERAL_TO_END = 8.0
@@ -29,7 +29,7 @@ LOST_PROCESS = "its process is gone"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every rank does: a method of `Rank`, what it is called with, and the settings as variables."""
+    """What every rank does: a method of `RankActor`, what it is called with, and the settings as variables."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -40,22 +40,22 @@ class Work:
 
 
 @dataclass(kw_only=True)
-class RayOutcome(Outcome):
+class RayOutcome(LocalOutcome):
     """How the ranks of the last attempt ended."""
 
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, RankResult] = field(default_factory=dict)
 
     def verdict(self) -> Verdict:
         """Find the rank that failed first."""
         return judge(self.endings, out_of_memory=False)
 
 
-def run(work: Work, request: Request, say: Callable[[str], None]) -> RayOutcome:
+def run(work: Work, request: ClusterRequest, say: Callable[[str], None]) -> RayOutcome:
     """Run the ranks; after a failure start them again, on the nodes that there are then."""
     signals: list[int] = []
     for attempt in range(work.max_restarts + 1):
         with reserved(request, say) as (group, places), handled_by(lambda number, frame: signals.append(number)):
-            ranks = Ranks(work, group, places, request.resources, attempt)
+            ranks = RankActors(work, group, places, request.resources, attempt)
             try:
                 outcome = ranks.run(signals, say)
             finally:
@@ -69,11 +69,11 @@ def run(work: Work, request: Request, say: Callable[[str], None]) -> RayOutcome:
     return outcome
 
 
-class Ranks:
+class RankActors:
     """The actors of one attempt."""
 
     def __init__(
-        self, work: Work, group: Any, places: Sequence[Place], resources: Mapping[str, float], attempt: int
+        self, work: Work, group: Any, places: Sequence[RankPlacement], resources: Mapping[str, float], attempt: int
     ) -> None:
         self._work = work
         self._places = places
@@ -108,7 +108,7 @@ class Ranks:
         outcome.endings = [self._on_node_of(ended[rank]) for rank in sorted(ended)]
         return outcome
 
-    def end(self, places: Iterable[Place]) -> None:
+    def end(self, places: Iterable[RankPlacement]) -> None:
         """End actors, and with them what they started."""
         import ray
 
@@ -119,7 +119,7 @@ class Ranks:
 
     def _watch(
         self,
-        calls: dict[Any, Place],
+        calls: dict[Any, RankPlacement],
         outcome: RayOutcome,
         signals: list[int],
         say: Callable[[str], None],
@@ -172,7 +172,7 @@ class Ranks:
             if there := [place for place in self._places if place.node_id == node]:
                 say(f"node {there[0].address} is to be taken away: its workers get SIGTERM.")
 
-    def _end_children(self, pending: Mapping[Any, Place]) -> None:
+    def _end_children(self, pending: Mapping[Any, RankPlacement]) -> None:
         """Let actors end their scripts, which would outlive them for some seconds and keep their devices."""
         import ray
 
@@ -183,10 +183,10 @@ class Ranks:
                 break
         for call in done:
             with suppress(ray.exceptions.RayError):
-                if isinstance(answer := ray.get(call), Answer):
+                if isinstance(answer := ray.get(call), RankResult):
                     self._stopped[answer.ending.rank] = answer.ending
 
-    def _signal(self, places: Iterable[Place], number: int) -> None:
+    def _signal(self, places: Iterable[RankPlacement], number: int) -> None:
         import ray
 
         pids: dict[str, list[int]] = {}
@@ -219,7 +219,7 @@ class Ranks:
         machine = f"node {self._places[ending.rank].address}" if self._several_nodes else None
         return replace(ending, local_rank=self._places[ending.rank].local_rank, machine=machine)
 
-    def _variables(self, place: Place) -> dict[str, str]:
+    def _variables(self, place: RankPlacement) -> dict[str, str]:
         first = self._places[0]
         numbers = {
             "RANK": place.rank,
@@ -248,7 +248,9 @@ class Ranks:
         return {**self._work.variables, **ranks, **shared, "MASTER_ADDR": address}
 
 
-def _actor(group: Any, place: Place, resources: Mapping[str, float], runtime_env: Mapping[str, Any] | None) -> Any:
+def _actor(
+    group: Any, place: RankPlacement, resources: Mapping[str, float], runtime_env: Mapping[str, Any] | None
+) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -262,7 +264,7 @@ def _actor(group: Any, place: Place, resources: Mapping[str, float], runtime_env
     if runtime_env is not None:
         options["runtime_env"] = dict(runtime_env)
     where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=place.bundle)
-    return ray.remote(Rank).options(scheduling_strategy=where, **options).remote(place.rank)
+    return ray.remote(RankActor).options(scheduling_strategy=where, **options).remote(place.rank)
 
 
 def _task_on(node: str, function: Callable[..., Any]) -> Any:

@@ -8,7 +8,7 @@ import time
 from ....config.launch.on_ray import resources_per_process
 from ....config.launch.settings import LaunchSettings
 from ....launch.console import notify
-from ....launch.plan import Plan, worker_command
+from ....launch.plan import LaunchPlan, worker_command
 from ....launch.processes.supervise import conclude
 from .launcher import connected, make_request, refuse_missing_ray
 
@@ -17,7 +17,7 @@ SECONDS_FOR_OUTPUT = 1.0
 """Ray shows what a worker has printed some tenths of a second later, and not after the connection has ended."""
 
 
-def run_script(settings: LaunchSettings, plan: Plan) -> int:
+def run_script(settings: LaunchSettings, plan: LaunchPlan) -> int:
     """Run the script, print the verdict, and return the exit code of the launch."""
     refuse_missing_ray(f"ray ({settings.origin('ray')})")
     from .run import Work, run
@@ -42,7 +42,7 @@ def run_script(settings: LaunchSettings, plan: Plan) -> int:
     return conclude(settings, outcome, out_of_memory=False, num_machines=1, logs=_LOGS)
 
 
-def _words(settings: LaunchSettings, plan: Plan) -> list[str]:
+def _words(settings: LaunchSettings, plan: LaunchPlan) -> list[str]:
     """Return the command without the interpreter: that of the node is used."""
     command = worker_command(settings, plan.script, recorded=False)
     return command if settings.no_python else command[1:]

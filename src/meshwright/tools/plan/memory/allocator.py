@@ -31,20 +31,20 @@ _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a segment, in use or free."""
 
-    pool: Pool
+    pool: BlockPool
     address: int
     """Position among the addresses of its pool."""
     size: int
     used: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     """Its neighbours in the segment."""
 
 
-class Pool:
+class BlockPool:
     """The small or the large blocks of one stream."""
 
     __slots__ = ("blocks", "end", "free", "page", "smallest_rest", "tail")
@@ -52,24 +52,24 @@ class Pool:
     def __init__(self, small: bool, expandable: bool) -> None:
         self.free: list[int] = []
         """Free blocks as numbers, size before address: the first that is not less than a size fits best."""
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, MemoryBlock] = {}
         self.smallest_rest = _UNIT if small or expandable else _SMALL + 1
         self.page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        self.tail: Block | None = None
+        self.tail: MemoryBlock | None = None
         """The block at the end of an expandable segment."""
         self.end = 0
 
-    def take(self, size: int) -> Block | None:
+    def take(self, size: int) -> MemoryBlock | None:
         """Remove and return the free block that fits best."""
         at = bisect_left(self.free, size << _ADDRESS_BITS)
         return self.blocks.pop(self.free.pop(at) & _ADDRESS) if at < len(self.free) else None
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Add a free block."""
         insort(self.free, block.size << _ADDRESS_BITS | block.address)
         self.blocks[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         """Remove a free block that becomes part of another."""
         del self.free[bisect_left(self.free, block.size << _ADDRESS_BITS | block.address)]
         del self.blocks[block.address]
@@ -83,15 +83,15 @@ class Allocator:
         self.reserved = 0
         self.allocated = 0
         """Bytes of the blocks in use, as `torch.cuda.memory_allocated` counts them."""
-        self._pools: dict[tuple[str, bool], Pool] = {}
+        self._pools: dict[tuple[str, bool], BlockPool] = {}
 
-    def allocate(self, size: int, stream: str) -> Block:
+    def allocate(self, size: int, stream: str) -> MemoryBlock:
         """Return a block in use."""
         size = max(_UNIT, -(-size // _UNIT) * _UNIT)
         small = size <= _SMALL
         pool = self._pools.get((stream, small))
         if pool is None:
-            pool = self._pools[stream, small] = Pool(small, self.expandable)
+            pool = self._pools[stream, small] = BlockPool(small, self.expandable)
         block = pool.take(size) or (
             self._grown(pool, size) if self.expandable else self._new_segment(pool, size, small)
         )
@@ -101,7 +101,7 @@ class Allocator:
         self.allocated += block.size
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Make a block free again, and merge it with its free neighbours."""
         pool = block.pool
         self.allocated -= block.size
@@ -116,9 +116,9 @@ class Allocator:
             block = before
         pool.give(block)
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         pool = block.pool
-        rest = Block(pool, block.address + size, block.size - size, False, block, block.after)
+        rest = MemoryBlock(pool, block.address + size, block.size - size, False, block, block.after)
         if block.after is not None:
             block.after.before = rest
         elif pool.tail is block:
@@ -127,15 +127,15 @@ class Allocator:
         block.size = size
         pool.give(rest)
 
-    def _new_segment(self, pool: Pool, size: int, small: bool) -> Block:
+    def _new_segment(self, pool: BlockPool, size: int, small: bool) -> MemoryBlock:
         shared = small or size < _OWN_SEGMENT
         length = pool.page if shared else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
         self.reserved += length
-        block = Block(pool, pool.end, length)
+        block = MemoryBlock(pool, pool.end, length)
         pool.end += length
         return block
 
-    def _grown(self, pool: Pool, size: int) -> Block:
+    def _grown(self, pool: BlockPool, size: int) -> MemoryBlock:
         """Extend the segment, so that its last block, if free, or a new one has the size."""
         tail = pool.tail
         begun = tail if tail is not None and not tail.used else None
@@ -147,7 +147,7 @@ class Allocator:
             begun.size += length
             block = begun
         else:
-            block = Block(pool, pool.end, length, False, tail)
+            block = MemoryBlock(pool, pool.end, length, False, tail)
             if tail is not None:
                 tail.after = block
             pool.tail = block
@@ -155,7 +155,7 @@ class Allocator:
         return block
 
 
-def _join(block: Block, after: Block) -> None:
+def _join(block: MemoryBlock, after: MemoryBlock) -> None:
     block.size += after.size
     block.after = after.after
     if after.after is not None:
@@ -185,7 +185,7 @@ def simulate(order: Integers, sizes: Integers, streams: Sequence[str], expandabl
     """Replay births and ends of allocations, in the form of `sweep.events_in_order`."""
     allocator = Allocator(expandable)
     bytes_of = sizes.tolist()
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     growth: list[tuple[int, int]] = []
     peak = reserved = 0
     for event, index in enumerate(order.tolist()):

@@ -26,11 +26,11 @@ from ..trace import (
     WEIGHTS,
     Allocation,
     Operation,
-    Step,
     Trace,
+    TracedStep,
 )
 from .lifetimes import block_of
-from .visits import Blocks, CannotExpandError, Sweep, Visit
+from .visits import Blocks, BlockSweep, CannotExpandError, Visit
 
 _LONGEST_LIST = 20_000
 _PASSING = (COMMUNICATION, GATHERED)
@@ -114,7 +114,7 @@ class _Expansion:
             return self._moved(freed)
         return self._in_target(sweep, target, freed - visits[-1].end)
 
-    def _in_target(self, sweep: Sweep, target: int, offset: int) -> int:
+    def _in_target(self, sweep: BlockSweep, target: int, offset: int) -> int:
         """Return the new tick at a distance from the begin of the visit of a block of the expanded model."""
         copy = min(max(target - self._chosen, 0), self._extra)
         visit = sweep.visits[target - copy]
@@ -152,7 +152,7 @@ class _Expansion:
     def _copies(self, visit: Visit | None) -> range:
         return range(self._extra + 1) if visit is not None and visit.block == self._chosen else range(1)
 
-    def _step(self, step: Step) -> Step:
+    def _step(self, step: TracedStep) -> TracedStep:
         return replace(step, began=self._moved(step.began), ended=self._moved(step.ended))
 
     def _copied(self, allocation: Allocation, begun: Visit | None, copy: int) -> Allocation:

@@ -43,7 +43,7 @@ Peaks = dict[str, float]
 
 
 @dataclass
-class Lever:
+class MemoryOption:
     """One change that saves memory."""
 
     name: str
@@ -92,17 +92,17 @@ def extrapolated_peaks(a: Mapping[str, Peaks], b: Mapping[str, Peaks], factor: f
     }
 
 
-def levers_of(trace: Trace, memory: Memory, peaks: Mapping[str, Peaks]) -> list[Lever]:
+def levers_of(trace: Trace, memory: Memory, peaks: Mapping[str, Peaks]) -> list[MemoryOption]:
     """Return the levers that save 1 % or more, the largest first; `peaks` as `lever_peaks` returns them."""
     levers = []
     for change in _CHANGES:
         if change.name in peaks:
             steps = [size for place, size in peaks[change.name].items() if place != SETUP]
             saves = memory.total - max(steps, default=memory.total)
-            levers.append(Lever(change.name, change.setting(trace), saves, change.price))
+            levers.append(MemoryOption(change.name, change.setting(trace), saves, change.price))
     held = memory.reserved - memory.expandable
     levers.append(
-        Lever(
+        MemoryOption(
             "growing segments",
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             held,

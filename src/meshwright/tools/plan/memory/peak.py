@@ -12,7 +12,7 @@ import numpy as np
 from ..trace import COMMUNICATION, MAIN_STREAM, OWNERS, SETUP, Trace
 from .allocator import Simulation, simulate
 from .lifetimes import Integers, Lifetimes, Passes, lifetimes_of, pattern_of
-from .sweep import Sweep, curves_by_owner, events_in_order, peaks_by_place, places_of, sweep
+from .sweep import AllocationSweep, curves_by_owner, events_in_order, peaks_by_place, places_of, sweep
 
 _POINTS = 320
 _LARGEST = 12
@@ -152,7 +152,7 @@ def _freed_by_streams(trace: Trace, lives: Lifetimes) -> Lifetimes:
 
 
 def _described(
-    trace: Trace, lives: Lifetimes, found: Sweep, curves: list[Integers], peaks: Mapping[str, int]
+    trace: Trace, lives: Lifetimes, found: AllocationSweep, curves: list[Integers], peaks: Mapping[str, int]
 ) -> dict[str, Peak]:
     groups: dict[tuple[str, int], int] = {}
     group = np.array(
@@ -190,7 +190,7 @@ def _moment(trace: Trace, index: int, tick: int) -> Moment:
 
 
 def _timeline(
-    trace: Trace, passes: Passes, found: Sweep, curves: list[Integers], classic: Simulation, ticks: Integers
+    trace: Trace, passes: Passes, found: AllocationSweep, curves: list[Integers], classic: Simulation, ticks: Integers
 ) -> Timeline:
     """Keep the largest moment of each of some hundred equal parts of the last step."""
     if not trace.steps:

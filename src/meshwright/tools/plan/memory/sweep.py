@@ -18,7 +18,7 @@ from .lifetimes import Integers, Lifetimes, block_of, pattern_of
 
 
 @dataclass
-class Sweep:
+class AllocationSweep:
     """Every birth and end of an allocation, in order, and the memory after each."""
 
     order: Integers
@@ -41,10 +41,10 @@ def events_in_order(lives: Lifetimes) -> tuple[Integers, Integers]:
     return index.astype(np.int64), (keys[position] // 4).astype(np.int64)
 
 
-def sweep(lives: Lifetimes) -> Sweep:
+def sweep(lives: Lifetimes) -> AllocationSweep:
     """Add up the sizes in the order of events."""
     order, tick = events_in_order(lives)
-    return Sweep(order, tick, np.cumsum(signed_sizes(lives, order)))
+    return AllocationSweep(order, tick, np.cumsum(signed_sizes(lives, order)))
 
 
 def signed_sizes(lives: Lifetimes, order: Integers) -> Integers:
@@ -99,7 +99,7 @@ def _position(module: str, spans: dict[str, tuple[int, int]]) -> str:
     return "last" if int(number) == high else "first" if int(number) == low else "middle"
 
 
-def peaks_by_place(found: Sweep, places: Integers, names: Sequence[str]) -> dict[str, int]:
+def peaks_by_place(found: AllocationSweep, places: Integers, names: Sequence[str]) -> dict[str, int]:
     """Return, for each place, the position in the order of its largest moment."""
     births = np.flatnonzero(found.order >= 0)
     place = places[found.order[births]]

@@ -27,7 +27,7 @@ class Visit:
 
 
 @dataclass
-class Sweep:
+class BlockSweep:
     """One pass over all blocks."""
 
     phase: str
@@ -100,16 +100,16 @@ class Blocks:
             return None
         return (int(name.rpartition(".")[2]) - self.first) // self.period
 
-    def sweeps(self, trace: Trace) -> list[Sweep]:
+    def sweeps(self, trace: Trace) -> list[BlockSweep]:
         """Return the passes over the blocks."""
-        sweeps: list[Sweep] = []
+        sweeps: list[BlockSweep] = []
         starts = sorted({o.tick for o in trace.operations} | {a.born for a in trace.allocations})
         for operation in trace.operations:
             block = self.number(operation.module) if operation.phase in (FORWARD, BACKWARD) else None
             if block is None:
                 continue
             if not sweeps or sweeps[-1].is_over(operation.phase, block, self.count):
-                sweeps.append(Sweep(operation.phase, len(sweeps), {}))
+                sweeps.append(BlockSweep(operation.phase, len(sweeps), {}))
             # What is freed before anything else begins belongs to this operation.
             after = bisect_right(starts, operation.tick)
             sweeps[-1].add(block, operation.tick, starts[after] if after < len(starts) else operation.tick + 1)

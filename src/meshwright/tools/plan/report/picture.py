@@ -26,7 +26,7 @@ def picture(timeline: Timeline, capacity: float | None = None, device: str = "")
     highest = max(*sums, *timeline.reserved)
     shown = capacity is not None and capacity < 1.8 * highest
     top = 1.06 * max(highest, capacity if shown and capacity is not None else 0.0)
-    frame = _Frame(top)
+    frame = _Axes(top)
     owners = [owner for owner in STACK if any(timeline.bytes.get(owner, ()))]
     parts = [
         f'<svg class="picture" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" '
@@ -53,7 +53,7 @@ def legend(timeline: Timeline) -> str:
     return f'<p class="legend">{"".join(keys)}<span><i class="key held"></i>held by the allocator</span></p>'
 
 
-class _Frame:
+class _Axes:
     """The axes of the picture."""
 
     def __init__(self, top: float) -> None:
@@ -85,7 +85,7 @@ def _nice(step: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step)
 
 
-def _areas(timeline: Timeline, owners: Sequence[str], frame: _Frame) -> list[str]:
+def _areas(timeline: Timeline, owners: Sequence[str], frame: _Axes) -> list[str]:
     below = [0.0] * len(timeline.at)
     areas = []
     for owner in owners:
@@ -99,18 +99,18 @@ def _areas(timeline: Timeline, owners: Sequence[str], frame: _Frame) -> list[str
     return areas
 
 
-def _line(timeline: Timeline, frame: _Frame) -> str:
+def _line(timeline: Timeline, frame: _Axes) -> str:
     return f'<polyline class="held" points="{" ".join(_points(timeline, timeline.reserved, frame))}"/>'
 
 
-def _points(timeline: Timeline, sizes: Sequence[float], frame: _Frame) -> list[str]:
+def _points(timeline: Timeline, sizes: Sequence[float], frame: _Axes) -> list[str]:
     """Return a curve that reaches both ends of the step."""
     inner = [f"{frame.x(at):.1f},{frame.y(count):.1f}" for at, count in zip(timeline.at, sizes, strict=True)]
     ends = [f"{frame.x(at):.1f},{frame.y(sizes[index]):.1f}" for at, index in ((0.0, 0), (1.0, -1))]
     return [ends[0], *inner, ends[1]]
 
 
-def _passes(timeline: Timeline, frame: _Frame) -> list[str]:
+def _passes(timeline: Timeline, frame: _Axes) -> list[str]:
     parts = []
     following = [begin for begin, _ in timeline.passes[1:]] + [1.0]
     for (begin, phase), end in zip(timeline.passes, following, strict=True):

@@ -13,7 +13,7 @@ from functools import cached_property
 from ..memory.lifetimes import block_of
 from ..memory.peak import Memory
 from ..timing.collectives import collective_seconds
-from ..timing.devices import Cluster
+from ..timing.devices import DeviceCluster
 from ..timing.roofline import LATENCY
 from ..timing.step import Timing
 from ..trace import (
@@ -45,7 +45,7 @@ class Estimates:
     trace: Trace
     memory: Memory
     timing: Timing
-    cluster: Cluster
+    cluster: DeviceCluster
     recompute_saves: float = 0.0
     """Bytes of activations."""
 

@@ -70,7 +70,7 @@ class Tried:
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """One search, which knows what it tried."""
 
     estimates: Estimates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..trace import Collective
-from .devices import Cluster
+from .devices import DeviceCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class _Places:
     """Ranks on the fullest node."""
 
 
-def collective_seconds(collective: Collective, cluster: Cluster) -> float:
+def collective_seconds(collective: Collective, cluster: DeviceCluster) -> float:
     """Estimate a collective: bytes over the narrowest level of links, and one latency for each step.
 
     Inside a node and between nodes the data move at once, in rings that use the network adapter of every member.
@@ -53,7 +53,7 @@ def _bytes(name: str, size: int, places: _Places) -> tuple[float, float]:
     return rounds * inside, rounds * between
 
 
-def _latency(name: str, places: _Places, cluster: Cluster) -> float:
+def _latency(name: str, places: _Places, cluster: DeviceCluster) -> float:
     """Return the latencies of the steps: of a ring through all ranks, or of a tree over the nodes."""
     inside, between = cluster.node.link_latency, cluster.node.network_latency
     if name in ("send", "recv"):

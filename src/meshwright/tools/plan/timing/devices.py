@@ -99,7 +99,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DeviceCluster:
     """The devices of a run. Ranks fill one node after the other."""
 
     device: Device
@@ -114,7 +114,7 @@ class Cluster:
             found[rank // self.node.devices] = found.get(rank // self.node.devices, 0) + 1
         return found
 
-    def with_memory(self, memory: int) -> Cluster:
+    def with_memory(self, memory: int) -> DeviceCluster:
         """Return the same devices with another memory in bytes, all of which a process can allocate."""
         return replace(self, device=replace(self.device, memory=memory, context=0))
 
@@ -135,7 +135,7 @@ class Catalogue:
     aliases: dict[str, str]
     intervals: dict[str, Interval]
 
-    def cluster(self, text: str) -> Cluster:
+    def cluster(self, text: str) -> DeviceCluster:
         """Return the cluster of a text such as `64xH100`, `2x8xH100` (nodes, devices on each) or `H100`."""
         found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
         if found is None:
@@ -149,7 +149,7 @@ class Catalogue:
         if second:
             node = replace(node, devices=int(second))
         interval = self.intervals["fitted" if self.devices[name].efficiency.fitted else "assumed"]
-        return Cluster(self.devices[name], node, size, interval)
+        return DeviceCluster(self.devices[name], node, size, interval)
 
     def recognised(self, name: str) -> Device | None:
         """Return the device that a driver calls so, such as `Tesla V100-SXM2-32GB`; None if none has this name."""
@@ -178,7 +178,7 @@ class Catalogue:
         return [name for product in products for name in self.devices if name.partition("-")[0] == product]
 
 
-def cluster(text: str, path: Path | None = None) -> Cluster:
+def cluster(text: str, path: Path | None = None) -> DeviceCluster:
     """Return the cluster of a text such as `64xH100`, by the devices of this package or of a file."""
     return load(path or DEVICES).cluster(text)
 

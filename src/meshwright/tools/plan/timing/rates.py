@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..trace import Trace
-from .devices import Cluster
+from .devices import DeviceCluster
 from .step import Timing
 
 MODEL_AXES = ("tp", "cp", "sp", "pp")
@@ -27,7 +27,7 @@ class Rates:
     """FLOPs that the model needs over those that the devices could have computed, as a fraction."""
 
 
-def rates(timing: Timing, trace: Trace, cluster: Cluster, seconds: float | None = None) -> Rates:
+def rates(timing: Timing, trace: Trace, cluster: DeviceCluster, seconds: float | None = None) -> Rates:
     """Return the rates of a step that takes `seconds`, by default as long as its timing says."""
     seconds = timing.seconds if seconds is None else seconds
     loaders = loaders_of(trace)
@@ -49,7 +49,7 @@ def loaders_of(trace: Trace) -> int:
     return trace.world_size // prod(trace.axes.get(axis, 1) for axis in MODEL_AXES)
 
 
-def utilisation(timing: Timing, cluster: Cluster, seconds: float) -> float:
+def utilisation(timing: Timing, cluster: DeviceCluster, seconds: float) -> float:
     """Return the model FLOPs utilisation of a rank.
 
     Model FLOPs are those of the products of matrices and of attention, as in 6 N + 12 L H Q T per token: attention in

@@ -16,7 +16,7 @@ BOUNDS = (FLOPS, BANDWIDTH, LATENCY)
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class TimeEstimate:
     """The time of one operation on the device, and of the host that issues it."""
 
     kind: str
@@ -25,7 +25,7 @@ class Estimate:
     host_seconds: float
 
 
-def estimate(operation: Operation, device: Device) -> Estimate:
+def estimate(operation: Operation, device: Device) -> TimeEstimate:
     """Estimate an operation: the longer one of arithmetic and memory traffic, and a gap before the next kernel."""
     kind = kind_of(operation)
     efficiency = device.efficiency
@@ -36,7 +36,7 @@ def estimate(operation: Operation, device: Device) -> Estimate:
     computing = flops_of(operation) / (device.peak(operation.dtype) * _share_of_peak(operation, kind, device))
     gap = efficiency.kernel_us * 1e-6
     bound = LATENCY if gap > computing + moving else FLOPS if computing > moving else BANDWIDTH
-    return Estimate(kind, bound, max(computing, moving) + gap, host_us * 1e-6)
+    return TimeEstimate(kind, bound, max(computing, moving) + gap, host_us * 1e-6)
 
 
 def kind_of(operation: Operation) -> str:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from ..trace import BACKWARD, FORWARD, MAIN_STREAM, UPDATE, Collective, Operation, Trace
 from .collectives import collective_seconds
-from .devices import Cluster, format_of
+from .devices import DeviceCluster, format_of
 from .roofline import LATENCY, estimate
 
 Sums = dict[str, float]
@@ -50,7 +50,7 @@ class Timing:
         return forward + min(sum(self.backward_flops.values()), 2 * forward)
 
 
-def time_step(trace: Trace, cluster: Cluster, step: int = -1) -> Timing:
+def time_step(trace: Trace, cluster: DeviceCluster, step: int = -1) -> Timing:
     """Return the timing of a step of a rank, by default of the last.
 
     In a pipeline it is the rank's own work; `pipelines.replay` adds the waiting for other stages.
@@ -76,7 +76,7 @@ def time_step(trace: Trace, cluster: Cluster, step: int = -1) -> Timing:
 class _Simulation:
     """The clocks of the host, of the main stream and of the communication streams, in seconds from the step's begin."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: DeviceCluster) -> None:
         self._cluster = cluster
         self._timing = Timing()
         self._host = 0.0

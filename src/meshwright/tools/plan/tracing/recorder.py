@@ -48,7 +48,7 @@ _ASKS = (torch.ops.prim.device.default, _aten._local_scalar_dense.default)
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Write a `Trace` of the fake tensors that pass through torch."""
 
     supports_higher_order_operators = True
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
 
     _tick = 0
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> TraceRecorder:
         """Begin to record, also storages that are resized in place."""
         self._plain_resize = plain = torch.UntypedStorage.resize_
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..trace import COMMUNICATION, Collective
-from .recorder import Recorder
+from .recorder import TraceRecorder
 
 REDUCE_STREAM = "reduce"
 _MEBIBYTE = 1024 * 1024
 
 
-def replace_ddp(recorder: Recorder) -> None:
+def replace_ddp(recorder: TraceRecorder) -> None:
     """Make every replica of this process a stand-in."""
     from ....parallel.replicas import ddp
 
@@ -35,7 +35,7 @@ class PlannedReplica(DistributedDataParallel):
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: TraceRecorder,
         module: nn.Module,
         *,
         bucket_cap_mb: float | None = None,

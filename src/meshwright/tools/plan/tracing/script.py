@@ -19,7 +19,7 @@ from ....accelerator import Accelerator
 from ....config.combinations import Feature, require_combination
 from ....program import program_name
 from ....runtime.group.runtime import Runtime
-from ..trace import FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Step, Trace
+from ..trace import FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Trace, TracedStep
 from .groups import axes_of, coordinates_of, open_groups_without_connections
 from .host.building import Building
 from .host.devices import accept_absent_devices
@@ -29,7 +29,7 @@ from .host.progress import Progress, Turns
 from .host.values import Values
 from .kernels import use_accelerator_kernels
 from .models import Truncation, convert_fake_modules
-from .recorder import Recorder
+from .recorder import TraceRecorder
 from .replicas import replace_ddp
 from .strategies import buffers_of_others, offload_to_host, stream_blocks, watch_strategies
 from .traits import note_traits, watch_traits
@@ -40,7 +40,7 @@ _FEW_PASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TraceRequest:
     """Which rank of which world is traced, and how much of it."""
 
     rank: int
@@ -57,7 +57,7 @@ class Request:
     """Micro-batches of a step, instead of what the script sets. At most two of them are traced."""
 
 
-def trace_script(request: Request) -> Script:
+def trace_script(request: TraceRequest) -> TracedScript:
     """Make this process trace the script that it is going to run. It ends after the last step."""
     torch.autograd.set_multithreading_enabled(False)
     trace = Trace(
@@ -70,9 +70,9 @@ def trace_script(request: Request) -> Script:
         all_blocks=0,
     )
     values = Values(trace.guesses)
-    recorder = Recorder(trace, values, lambda ranks: axes_of(ranks, trace.axes))
+    recorder = TraceRecorder(trace, values, lambda ranks: axes_of(ranks, trace.axes))
     building = Building(FakeTensorMode(allow_non_fake_inputs=True), values)
-    script = Script(request, recorder, building)
+    script = TracedScript(request, recorder, building)
     open_groups_without_connections(request.rank, request.world_size)
     replace_ddp(recorder)
     watch_strategies(recorder, values)
@@ -92,10 +92,10 @@ def trace_script(request: Request) -> Script:
     return script
 
 
-class Script:
+class TracedScript:
     """The script of this process: its models, its phases and its steps."""
 
-    def __init__(self, request: Request, recorder: Recorder, building: Building) -> None:
+    def __init__(self, request: TraceRequest, recorder: TraceRecorder, building: Building) -> None:
         self.batches = Batches()
         self._request = request
         self._recorder = recorder
@@ -258,7 +258,9 @@ class Script:
             self._trace.microbatches = self._passes
             self._trace.all_microbatches = round(self._passes * self._microbatches)
         self._trace.steps.append(
-            Step(began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes)
+            TracedStep(
+                began=self._began, ended=self._recorder.tick, samples=samples, tokens=tokens, passes=self._passes
+            )
         )
         wanted = self._request.accumulation
         if wanted is not None and self._passes == min(wanted, _FEW_PASSES):

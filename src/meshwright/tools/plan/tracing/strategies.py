@@ -35,13 +35,13 @@ from ....parallel.replicas.offload.streaming import BlockStream
 from ....runtime.streams import mapping, read_ahead
 from ..trace import COMMUNICATION, GATHERED, SETUP, Allocation, Collective, Trace
 from .host.values import Values
-from .recorder import OFFLOADED, Recorder
+from .recorder import OFFLOADED, TraceRecorder
 from .replicas import REDUCE_STREAM
 
 GATHER_STREAM = "gather"
 
 
-def watch_strategies(recorder: Recorder, values: Values) -> None:
+def watch_strategies(recorder: TraceRecorder, values: Values) -> None:
     """Label memory and collectives, and keep out of the record what does not happen on a device."""
     _keep_positions_real()
     _mute_sharding_propagation(recorder)
@@ -56,7 +56,7 @@ def watch_strategies(recorder: Recorder, values: Values) -> None:
     PositionCheck.check = lambda self, model, args, kwargs: None  # type: ignore[method-assign]
 
 
-def offload_to_host(recorder: Recorder) -> None:
+def offload_to_host(recorder: TraceRecorder) -> None:
     """Let offloaded activations leave the device: here they are on a CPU already, and nothing would be copied."""
 
     class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
@@ -70,7 +70,7 @@ def offload_to_host(recorder: Recorder) -> None:
     torch.autograd.graph.save_on_cpu = SaveOnHost  # type: ignore[misc,assignment]
 
 
-def stream_blocks(recorder: Recorder, on_accelerators: bool) -> None:
+def stream_blocks(recorder: TraceRecorder, on_accelerators: bool) -> None:
     """Let offloaded blocks be on the host, and what threads do for them happen at once.
 
     A disk is as the host: the device has the same.
@@ -137,7 +137,7 @@ class _Chunks(Sequence[Tensor]):
         return self._tensor.narrow(self._dim, begin, rows) if rows > 0 else self._tensor.new_empty(0)
 
 
-def _label(recorder: Recorder, place: Any, name: str, **labels: str) -> None:
+def _label(recorder: TraceRecorder, place: Any, name: str, **labels: str) -> None:
     plain: Callable[..., Any] | None = getattr(place, name, None)
     if plain is None:
         return
@@ -149,7 +149,7 @@ def _label(recorder: Recorder, place: Any, name: str, **labels: str) -> None:
     setattr(place, name, labelled)
 
 
-def _note_waits(recorder: Recorder) -> None:
+def _note_waits(recorder: TraceRecorder) -> None:
     """Note where computation waits for the gather of a group."""
     group_class = param_groups.FSDPParamGroup
     plain_unshard, plain_wait = group_class.unshard, group_class.wait_for_unshard
@@ -167,7 +167,7 @@ def _note_waits(recorder: Recorder) -> None:
     group_class.unshard, group_class.wait_for_unshard = unshard, wait_for_unshard  # type: ignore[method-assign]
 
 
-def _watch_stages(recorder: Recorder, values: Values) -> None:
+def _watch_stages(recorder: TraceRecorder, values: Values) -> None:
     """Record nothing of a stage before its first block: other stages have computed it."""
     plain_run, plain_receive = stages.StageView._run, stages.StageView._receive
     plain_train = schedules.Pipeline._run
@@ -199,7 +199,7 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
         plain_train(self, *args, **kwargs)
 
     stages.StageView._run, stages.StageView._receive = run, receive  # type: ignore[method-assign, assignment]
-    for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._Plan, "_finish")):
+    for place, name in ((schedules._Stage, "forward_maybe_with_nosync"), (schedules._ScheduledStages, "_finish")):
         setattr(place, name, numbered(getattr(place, name)))
     schedules.Pipeline._run = train  # type: ignore[method-assign]
     for name in ("_prepare_forward_infra", "_prepare_backward_infra"):  # buffers for every micro-batch
@@ -208,13 +208,13 @@ def _watch_stages(recorder: Recorder, values: Values) -> None:
     tracing._StageTracer._generator_state = lambda self: b""  # type: ignore[method-assign]
 
 
-def _mute_sharding_propagation(recorder: Recorder) -> None:
+def _mute_sharding_propagation(recorder: TraceRecorder) -> None:
     """DTensor runs every operator once on the global shape, to learn the shape of the result. No device does this."""
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
         _mute(recorder, ShardingPropagator, name)
 
 
-def _mute(recorder: Recorder, place: Any, name: str) -> None:
+def _mute(recorder: TraceRecorder, place: Any, name: str) -> None:
     plain: Callable[..., Any] | None = getattr(place, name, None)
     if plain is None:
         return

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from .. import ReportError
 from ..charts import METER, OTHER, RATE, Chart, charts_of
-from ..runs.moments import FILE_NAME as RANKS_FILE, Windows, newest_windows
+from ..runs.moments import FILE_NAME as RANKS_FILE, RunEnd, newest_windows
 from ..runs.naming import flat, plain
-from ..runs.reading import Floats, Points, Run, describe_lost
+from ..runs.reading import Floats, Points, RunRecords, describe_lost
 from ..runs.replicas import Changes, read_changes
 from ..runs.sampling import bucket_means, downsampled, not_finite
 
@@ -37,7 +37,9 @@ _SCRIPTS = ("numbers.js", "curve.js", "chart.js", "tables.js", "page.js")
 _EXACT_IN_FLOAT32 = 2**24
 
 
-def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, wanted: Sequence[str] = ()) -> str:
+def build_page(
+    runs: Sequence[RunRecords], *, version: str, points: int | None = None, wanted: Sequence[str] = ()
+) -> str:
     """Return the page of some runs."""
     charts = charts_of(runs, wanted)
     if not any(chart.curves for chart in charts):
@@ -63,7 +65,7 @@ def build_page(runs: Sequence[Run], *, version: str, points: int | None = None, 
     return _fill_template(data)
 
 
-def _refuse(runs: Sequence[Run], wanted: Sequence[str]) -> None:
+def _refuse(runs: Sequence[RunRecords], wanted: Sequence[str]) -> None:
     names = sorted({name for run in runs for name in run.scalars})
     if wanted and names:
         raise ReportError(f"no metric matches {', '.join(wanted)}. The runs have: {', '.join(names[:20])}.")
@@ -106,7 +108,7 @@ def _script_safe(text: str) -> str:
     return text
 
 
-def _run(run: Run, now: float) -> dict[str, Any]:
+def _run(run: RunRecords, now: float) -> dict[str, Any]:
     facts = run.starts[-1] if run.starts else {}
     windows, changes = newest_windows(run.file.with_name(RANKS_FILE)), read_changes(run.file)
     return {
@@ -126,7 +128,7 @@ def _run(run: Run, now: float) -> dict[str, Any]:
     }
 
 
-def _replicas(run: Run, found: Changes) -> dict[str, Any]:
+def _replicas(run: RunRecords, found: Changes) -> dict[str, Any]:
     """Return who left and who joined under `meshwright launch --survive`, and the total."""
     progress = run.progress.points()
     shown = found.changes[-_CHANGES_PER_RUN:]
@@ -149,7 +151,7 @@ def _replicas(run: Run, found: Changes) -> dict[str, Any]:
     }
 
 
-def _ranks(run: Run, windows: Windows, *, has_members: bool) -> dict[str, Any] | None:
+def _ranks(run: RunRecords, windows: RunEnd, *, has_members: bool) -> dict[str, Any] | None:
     """Return milliseconds per rank and phase in the last window, and the last straggler."""
     window, slow = windows.newest, windows.slow
     if window is None:
@@ -166,13 +168,13 @@ def _ranks(run: Run, windows: Windows, *, has_members: bool) -> dict[str, Any] |
     }
 
 
-def _texts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def _texts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     for number, run in enumerate(runs):
         for text in run.texts[-_TEXTS_PER_RUN:]:
             yield {"run": number, "step": _finite(text.step), "name": text.name, "text": text.text}
 
 
-def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> dict[str, Any]:
+def _chart(chart: Chart, runs: Sequence[RunRecords], limit: int, arrays: _Arrays) -> dict[str, Any]:
     return {
         "name": chart.name,
         "group": chart.group,
@@ -183,7 +185,7 @@ def _chart(chart: Chart, runs: Sequence[Run], limit: int, arrays: _Arrays) -> di
     }
 
 
-def _curve(number: int, points: Points, run: Run, limit: int, arrays: _Arrays) -> dict[str, Any]:
+def _curve(number: int, points: Points, run: RunRecords, limit: int, arrays: _Arrays) -> dict[str, Any]:
     begin = run.segments[0][0]
     points = points._replace(time=points.time - begin)
     if np.any(np.diff(points.step) < 0):

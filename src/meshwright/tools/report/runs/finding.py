@@ -10,20 +10,20 @@ from pathlib import Path
 from ....errors import InvalidDataError
 from .. import ReportError
 from .naming import name_runs
-from .reading import Run
+from .reading import RunRecords
 
 FILE_NAME = "metrics.jsonl"
 
 
-class Runs:
+class RunFinder:
     """All runs in some folders. `update` finds runs that appear later."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
-        self._by_file: dict[Path, Run] = {}
+        self._by_file: dict[Path, RunRecords] = {}
         self._next_search = 0.0
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[RunRecords]:
         return iter(self._by_file.values())
 
     def __len__(self) -> int:
@@ -43,10 +43,10 @@ class Runs:
 
     def _search(self) -> None:
         found = find_files(self.paths)
-        self._by_file = {file: self._by_file.get(file) or Run(file) for file in found}
+        self._by_file = {file: self._by_file.get(file) or RunRecords(file) for file in found}
 
 
-def read_appended(run: Run) -> bool:
+def read_appended(run: RunRecords) -> bool:
     """Read what was appended to a run, and return whether there was anything; raise ReportError if it fails."""
     try:
         return run.update()
@@ -73,7 +73,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_runs(paths: Sequence[Path]) -> Runs:
+def read_runs(paths: Sequence[Path]) -> RunFinder:
     """Read all runs in some folders; raise ReportError if there are none."""
     for path in paths:
         if not path.exists():
@@ -81,7 +81,7 @@ def read_runs(paths: Sequence[Path]) -> Runs:
                 f"there is no folder {path}. Name the folder of a run, or one above it: with "
                 'log_with="jsonl", runs are written to <logging_dir or "runs">/<project>/<run>.'
             )
-    runs = Runs(paths)
+    runs = RunFinder(paths)
     runs.update()
     if not len(runs):
         raise ReportError(

@@ -85,7 +85,7 @@ def _known(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: record[field.name] for field in fields(kind) if field.name in record}
 
 
-class Windows(NamedTuple):
+class RunEnd(NamedTuple):
     """What the end of the file says."""
 
     newest: StepWindow | None
@@ -95,12 +95,12 @@ class Windows(NamedTuple):
     """Number of lines that could not be read."""
 
 
-def newest_windows(file: Path) -> Windows:
+def newest_windows(file: Path) -> RunEnd:
     """Return the last window, and the last one in which a rank was slow."""
     lines = newest_lines(file, _TAIL)
     windows = [window for line in lines if (window := StepWindow.from_line(line)) is not None]
     newest_first = windows[::-1]
-    return Windows(
+    return RunEnd(
         newest=next(iter(newest_first), None),
         slow=next((window for window in newest_first if window.straggler), None),
         skipped=len(lines) - len(windows),

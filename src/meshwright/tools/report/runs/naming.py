@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .reading import Run
+from .reading import RunRecords
 
 _MADE_NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 """What the tracker names a run that was given no name: the time it started."""
@@ -19,7 +19,7 @@ _MOST_SETTINGS = 3
 _LONGEST_VALUE = 16
 
 
-def name_runs(runs: Sequence[Run]) -> None:
+def name_runs(runs: Sequence[RunRecords]) -> None:
     """Set the names of the runs that are shown together. Each has another name.
 
     A folder that somebody named is the name. A run whose folder is a time is named by its project, where the projects
@@ -38,7 +38,7 @@ def name_runs(runs: Sequence[Run]) -> None:
             run.name = folder
 
 
-def _words(runs: Sequence[Run]) -> Iterator[str]:
+def _words(runs: Sequence[RunRecords]) -> Iterator[str]:
     settings = [dict(flat(run.config)) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if _tells_apart(key, settings)]
     projects = {run.project for run in runs}
@@ -53,7 +53,7 @@ def _tells_apart(key: str, settings: Sequence[Mapping[str, str]]) -> bool:
     return len(values) > 1 and all(value is None or len(value) <= _LONGEST_VALUE for value in values)
 
 
-def _start(run: Run) -> str:
+def _start(run: RunRecords) -> str:
     began = run.segments[0][0] if run.segments else 0.0
     return time.strftime("%m-%d %H:%M:%S", time.localtime(began))
 

@@ -95,7 +95,7 @@ class Series:
             self._columns = tuple(array("d", column.tobytes()) for column in points.at(stays))  # type: ignore[assignment]
 
 
-class Run:
+class RunRecords:
     """The records of one file so far."""
 
     def __init__(self, file: Path) -> None:
@@ -317,7 +317,7 @@ def describe_skipped(lines: int) -> str:
     return f"{lines:,} damaged line{'s' * (lines != 1)} skipped" if lines else ""
 
 
-def describe_lost(run: Run) -> list[str]:
+def describe_lost(run: RunRecords) -> list[str]:
     """Return a short message for each tracker that has lost records."""
     return [f"{name} lost {count:,} record{'s' * (count != 1)}" for name, count in run.lost.items()]
 

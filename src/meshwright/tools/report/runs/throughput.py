@@ -7,12 +7,12 @@ import time
 
 from ...meter.reading import duration, short
 from .lines import LATEST
-from .reading import Run
+from .reading import RunRecords
 
 _LARGEST = 1e20
 
 
-def newest_throughput(run: Run) -> list[str]:
+def newest_throughput(run: RunRecords) -> list[str]:
     """Return the newest numbers of a run's meter in words; none if it logged none."""
 
     def newest(name: str) -> float | None:

@@ -11,9 +11,9 @@ import numpy as np
 from ....program import program_name
 from ....untrusted import printable
 from ..charts import Chart, charts_of
-from ..runs.finding import FILE_NAME, Runs
+from ..runs.finding import FILE_NAME, RunFinder
 from ..runs.naming import flat
-from ..runs.reading import Run, describe_lost, describe_skipped
+from ..runs.reading import RunRecords, describe_lost, describe_skipped
 from ..runs.replicas import read_changes
 from ..runs.throughput import newest_throughput
 from .text import (
@@ -23,7 +23,7 @@ from .text import (
     RED,
     Box,
     Line,
-    Span,
+    StyledText,
     column_means,
     draw,
     format_number,
@@ -46,7 +46,7 @@ _TOTAL_STEPS = ("max_steps", "max_train_steps", "total_steps", "num_steps", "num
 class Frame:
     """One frame of the live view of some runs."""
 
-    def __init__(self, runs: Runs, wanted: Sequence[str], width: int, height: int, page: int = 0) -> None:
+    def __init__(self, runs: RunFinder, wanted: Sequence[str], width: int, height: int, page: int = 0) -> None:
         self.width, self.height = max(width, 20), max(height, 5)
         self._now = time.time()
         self._paths = runs.paths
@@ -91,15 +91,18 @@ class Frame:
         projects = ", ".join(dict.fromkeys(run.project for run in self._runs if run.project))
         count = f"{len(self._runs)} run{'s' * (len(self._runs) != 1)}"
         older = f" · {self._older} older not shown" if self._older else ""
-        title = [Span(printable(projects) or f"{program_name()} report", BOLD), Span(f"  {count}{older}", DIM)]
+        title = [
+            StyledText(printable(projects) or f"{program_name()} report", BOLD),
+            StyledText(f"  {count}{older}", DIM),
+        ]
         return [title, *(self._about(number, run) for number, run in enumerate(self._runs)), []]
 
-    def _about(self, number: int, run: Run) -> Line:
+    def _about(self, number: int, run: RunRecords) -> Line:
         state = run.state(self._now)
         line = [
-            Span("● ", run_colour(number)),
-            Span(printable(run.name)),
-            Span(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
+            StyledText("● ", run_colour(number)),
+            StyledText(printable(run.name)),
+            StyledText(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
         ]
         facts = [f"step {format_number(run.last_step)}"] if run.last_step is not None else []
         speed = recent_speed(run)
@@ -115,7 +118,7 @@ class Frame:
             facts += [changes.present, changes.total]
         problems = [*describe_lost(run), describe_skipped(run.skipped)]
         lost = "".join(f" · {printable(words)}" for words in problems if words)
-        return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
+        return [*line, StyledText("  " + " · ".join(facts), DIM), StyledText(lost, RED)]
 
     def _foot(self, final: bool) -> Line:
         states = {run.state(self._now) for run in self._runs}
@@ -126,18 +129,19 @@ class Frame:
             words.append(f"charts {self._page + 1}/{self.pages}" + ("" if final else " (← →)"))
         if not final:
             words.append("q or Ctrl-C to leave")
-        return [Span(" · ".join(words), DIM)]
+        return [StyledText(" · ".join(words), DIM)]
 
     def _block(self, chart: Chart, width: int, height: int) -> list[Line]:
         """Return one chart: its name and last values, the plot, and the ends of its axes."""
         tall, wide = max(1, height - 3), width - _LABEL - 1
         bad = sum(int(np.count_nonzero(~np.isfinite(points.value))) for _, points in chart.curves)
-        title = [Span(printable(chart.name), BOLD)]
+        title = [StyledText(printable(chart.name), BOLD)]
         title += [
-            Span(f"  {format_number(float(points.value[-1]))}", run_colour(number)) for number, points in chart.curves
+            StyledText(f"  {format_number(float(points.value[-1]))}", run_colour(number))
+            for number, points in chart.curves
         ]
         if bad:
-            title.append(Span(f"  {bad} not finite", RED))
+            title.append(StyledText(f"  {bad} not finite", RED))
         steps = np.concatenate([points.step for _, points in chart.curves])
         left, right = float(steps.min()), float(steps.max())
         curves = chart.curves
@@ -154,15 +158,15 @@ class Frame:
         if tall >= 5:
             labels[tall // 2] = format_number(high - (high - low) * (tall // 2) / (tall - 1))
         rows: list[Line] = [
-            [Span(labels.get(i, "").rjust(_LABEL), DIM), Span("┤" if i in labels else "│", DIM), *line]
+            [StyledText(labels.get(i, "").rjust(_LABEL), DIM), StyledText("┤" if i in labels else "│", DIM), *line]
             for i, line in enumerate(draw(curves, wide, tall, Box(left, right, low, high)))
         ]
         first, last = format_number(left), format_number(right)
         ends = first + " " * max(1, wide - len(first + last)) + last
-        return [title, *rows, [Span(" " * _LABEL + "└" + ends, DIM)], []]
+        return [title, *rows, [StyledText(" " * _LABEL + "└" + ends, DIM)], []]
 
 
-def recent_speed(run: Run) -> float | None:
+def recent_speed(run: RunRecords) -> float | None:
     """Return steps per second over the last records since the last start."""
     progress = run.progress.points()
     progress = progress.at(progress.value == len(run.segments)).at(slice(-_RECENT, None))
@@ -171,7 +175,7 @@ def recent_speed(run: Run) -> float | None:
     return float((progress.step[-1] - progress.step[0]) / (progress.time[-1] - progress.time[0]))
 
 
-def total_steps(run: Run) -> float | None:
+def total_steps(run: RunRecords) -> float | None:
     """Return the total number of steps, if the run's configuration has it under a usual name."""
     values = {key.rpartition(".")[2]: value for key, value in flat(run.config)}
     return next((float(values[word]) for word in _TOTAL_STEPS if _DIGITS.fullmatch(values.get(word, ""))), None)

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
-from ..runs.finding import Runs, read_runs
-from ..runs.reading import Run
+from ..runs.finding import RunFinder, read_runs
+from ..runs.reading import RunRecords
 from .frame import Frame
 from .text import as_ascii
 
@@ -28,10 +28,10 @@ def show_live(paths: Sequence[Path], *, interval: float, wanted: Sequence[str] =
     if not has_screen(out):
         show_once(out, Frame(read_runs(paths), wanted, *shutil.get_terminal_size((100, 40))))
         return
-    runs = Runs(paths)
+    runs = RunFinder(paths)
     if not waits and not all(path.exists() for path in paths):
         read_runs(paths)  # raises for the missing one
-    was_cut_off: set[Run] | None = None
+    was_cut_off: set[RunRecords] | None = None
 
     def draw(width: int, height: int, page: int) -> Frame:
         runs.update()

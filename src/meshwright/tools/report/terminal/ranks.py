@@ -14,11 +14,11 @@ from .. import ReportError
 from ..runs.finding import find_files, read_appended, read_runs
 from ..runs.moments import FILE_NAME, StepWindow, newest_windows
 from ..runs.naming import name_runs
-from ..runs.reading import Run, describe_lost, describe_skipped
+from ..runs.reading import RunRecords, describe_lost, describe_skipped
 from ..runs.replicas import FILE_NAME as REPLICAS_FILE, Change, read_changes
 from ..runs.throughput import newest_throughput
 from .live import follow, has_screen, show_once
-from .text import BOLD, DIM, GREEN, RED, Line, Span, cut, format_seconds, render, run_colour
+from .text import BOLD, DIM, GREEN, RED, Line, StyledText, cut, format_seconds, render, run_colour
 
 _MIN_BAR_WIDTH = 24
 _COLUMN = 10
@@ -30,10 +30,10 @@ _LETTERS = {"data": "d", "forward": "f", "backward": "b", "step": "s", "saving":
 """Letters of the phases, for bars without colours."""
 
 
-class Ranks:
+class WatchFrame:
     """One frame of `meshwright watch`: the newest window of one run."""
 
-    def __init__(self, run: Run, width: int, height: int, page: int = 0) -> None:
+    def __init__(self, run: RunRecords, width: int, height: int, page: int = 0) -> None:
         self.width, self.height = max(width, 20), max(height, 7 + _MAX_FINDING_LINES)
         self._run = run
         self._window, self._slow_window, skipped = newest_windows(run.file.with_name(FILE_NAME))
@@ -42,7 +42,7 @@ class Ranks:
         ranks = sorted(self._window.ranks) if self._window is not None else []
         self._throughput = newest_throughput(run)
         names = set() if self._window is None else {self._window.phases[phase] for phase in self._window.used}
-        self._notes: list[Line] = [[Span(_OTHER, DIM)]] if "other" in names else []
+        self._notes: list[Line] = [[StyledText(_OTHER, DIM)]] if "other" in names else []
         free_lines = self.height - 6 - _MAX_FINDING_LINES - bool(self._throughput) - len(self._notes)
         changes = [] if self._changes is None else self._changes.changes
         self._newest = changes[-min(_MAX_CHANGES, max(1, free_lines // 3)) :]
@@ -53,61 +53,61 @@ class Ranks:
 
     def text(self, coloured: bool, final: bool = False) -> str:
         """Return the picture's lines."""
-        throughput = [[Span(" · ".join(self._throughput))]] if self._throughput else []
+        throughput = [[StyledText(" · ".join(self._throughput))]] if self._throughput else []
         lines = [self._head(), *throughput, []]
         if self._window is not None:
             lines += [*self._table(self._window, coloured), [], *self._finding(self._window), *self._notes]
         elif self._changes is None:
-            lines.append([Span("waiting for the first steps …", DIM)])
+            lines.append([StyledText("waiting for the first steps …", DIM)])
         if self._changes is not None:
             whole = self._changes.changes[-1].replicas == self._changes.changes[-1].of
-            head = [Span(f"{self._changes.present} train", BOLD if whole else f"{BOLD};{RED}")]
+            head = [StyledText(f"{self._changes.present} train", BOLD if whole else f"{BOLD};{RED}")]
             lines += [[]] if self._window is not None else []
-            lines += [[*head, Span(f" · {self._changes.total}", DIM)], _CHANGES_HEAD, *map(_change, self._newest)]
+            lines += [[*head, StyledText(f" · {self._changes.total}", DIM)], _CHANGES_HEAD, *map(_change, self._newest)]
         lines.append(self._foot(final))
         return "\n".join(render(line, self.width, coloured) for line in lines)
 
     def _head(self) -> Line:
         state, now = self._run.state(), time.time()
         line = [
-            Span(printable(self._run.name), BOLD),
-            Span(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
+            StyledText(printable(self._run.name), BOLD),
+            StyledText(f"  {state}", {"finished": GREEN, "cut off": RED}.get(state, "")),
         ]
         problems = [*describe_lost(self._run), describe_skipped(self._skipped)]
         lost = "".join(f" · {printable(words)}" for words in problems if words)
         if self._window is None:
-            return [*line, Span(lost, RED)]
+            return [*line, StyledText(lost, RED)]
         window = self._window
         left_out = f", {len(window.ranks)} of them shown" if len(window.ranks) < window.num_ranks else ""
         step = window.step if self._changes is None or self._run.last_step is None else int(self._run.last_step)
         facts = [f"step {step}", f"{window.num_ranks} ranks{left_out}"]
         facts.append(f"{format_seconds(now - window.time)} ago")
-        return [*line, Span("  " + " · ".join(facts), DIM), Span(lost, RED)]
+        return [*line, StyledText("  " + " · ".join(facts), DIM), StyledText(lost, RED)]
 
     def _table(self, window: StepWindow, coloured: bool) -> list[Line]:
         used = window.used
         columns = used if self.width >= 8 + _MIN_BAR_WIDTH + _COLUMN * (len(used) + 1) else []
         wide = self.width - 8 - _COLUMN * (len(columns) + bool(columns))
         slowest = window.straggler
-        head = [Span("  rank  ", DIM)]
+        head = [StyledText("  rank  ", DIM)]
         if coloured and columns:
-            head.append(Span(" " * wide))
+            head.append(StyledText(" " * wide))
         else:
             head += _legend(window, used, wide, coloured)
         if columns:
-            head.append(Span("step ms".rjust(_COLUMN), DIM))
-        head += [Span(window.phases[phase].rjust(_COLUMN), run_colour(phase)) for phase in columns]
+            head.append(StyledText("step ms".rjust(_COLUMN), DIM))
+        head += [StyledText(window.phases[phase].rjust(_COLUMN), run_colour(phase)) for phase in columns]
         rows: list[Line] = [head]
         longest = max(map(sum, window.ranks.values())) or 1.0
         for rank in self._shown:
             times, slow = window.ranks[rank], slowest is not None and rank == slowest.rank
-            row = [Span(f"{'→' if slow else ' '}{rank:>5}  ", f"{BOLD};{RED}" if slow else "")]
+            row = [StyledText(f"{'→' if slow else ' '}{rank:>5}  ", f"{BOLD};{RED}" if slow else "")]
             row += _bar(window, times, wide / longest, wide, coloured)
             if columns:
-                row.append(Span(f"{sum(times):.1f}".rjust(_COLUMN)))
+                row.append(StyledText(f"{sum(times):.1f}".rjust(_COLUMN)))
             for phase in columns:
                 marked = slow and slowest is not None and window.phases[phase] == slowest.phase
-                row.append(Span(f"{times[phase]:.1f}".rjust(_COLUMN), f"{BOLD};{RED}" if marked else ""))
+                row.append(StyledText(f"{times[phase]:.1f}".rjust(_COLUMN), f"{BOLD};{RED}" if marked else ""))
             rows.append(row)
         return rows
 
@@ -120,51 +120,51 @@ class Ranks:
             else:
                 text = f"No rank is slow now. {format_seconds(time.time() - self._slow_window.time)} ago: {text}"
         lines = textwrap.wrap(text, self.width, max_lines=_MAX_FINDING_LINES, placeholder=" …")
-        return [[Span(line, colour)] for line in lines]
+        return [[StyledText(line, colour)] for line in lines]
 
     def _foot(self, final: bool) -> Line:
         words = [f"ranks {self._page + 1}/{self.pages}" + ("" if final else " (← →)")] if self.pages > 1 else []
         if not final:
             words.append("q or Ctrl-C to leave")
-        return [Span(" · ".join(words), DIM)]
+        return [StyledText(" · ".join(words), DIM)]
 
 
-_CHANGES_HEAD = [Span(f"{'when':>15}{'cost':>10}{'replicas':>10}", DIM)]
+_CHANGES_HEAD = [StyledText(f"{'when':>15}{'cost':>10}{'replicas':>10}", DIM)]
 
 
 def _change(change: Change) -> Line:
     when = f"{format_seconds(time.time() - change.time)} ago"
     cost = "" if change.seconds is None else f"{change.seconds:.2f} s"
     colour = {"joined": GREEN, "left": RED}.get(change.kind, "")
-    return [Span(f"{when:>15}{cost:>10}{change.replicas:>10}  ", DIM), Span(change.text, colour)]
+    return [StyledText(f"{when:>15}{cost:>10}{change.replicas:>10}  ", DIM), StyledText(change.text, colour)]
 
 
-def _legend(window: StepWindow, used: Sequence[int], width: int, coloured: bool) -> list[Span]:
+def _legend(window: StepWindow, used: Sequence[int], width: int, coloured: bool) -> list[StyledText]:
     spans, left = [], width
     for phase in used:
         name = window.phases[phase]
         word = cut(f"{'█' if coloured else _letter(name)} {name}  ", left)
         left -= len(word)
-        spans.append(Span(word, run_colour(phase)))
-    return [*spans, Span(" " * left)]
+        spans.append(StyledText(word, run_colour(phase)))
+    return [*spans, StyledText(" " * left)]
 
 
 def _letter(phase: str) -> str:
     return _LETTERS.get(phase, phase[:1])
 
 
-def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, coloured: bool) -> list[Span]:
+def _bar(window: StepWindow, times: Sequence[float], scale: float, width: int, coloured: bool) -> list[StyledText]:
     """Return a stacked bar; its parts end where their sums do, so that rounding errors do not add up."""
     spans, total, drawn = [], 0.0, 0
     for phase, milliseconds in enumerate(times):
         total += milliseconds
         length = round(total * scale) - drawn
         drawn += length
-        spans.append(Span(("█" if coloured else _letter(window.phases[phase])) * length, run_colour(phase)))
-    return [*spans, Span(" " * (width - drawn))]
+        spans.append(StyledText(("█" if coloured else _letter(window.phases[phase])) * length, run_colour(phase)))
+    return [*spans, StyledText(" " * (width - drawn))]
 
 
-def watched_run(paths: Sequence[Path]) -> Run:
+def watched_run(paths: Sequence[Path]) -> RunRecords:
     """Return the run with the newest file of ranks or replicas; raise ReportError if there is none."""
     beside = {file: [file.with_name(name) for name in (FILE_NAME, REPLICAS_FILE)] for file in find_files(paths)}
     written = {
@@ -177,7 +177,7 @@ def watched_run(paths: Sequence[Path]) -> Run:
             f"no {FILE_NAME} in {', '.join(map(str, paths))} or below. It is written beside metrics.jsonl once a run "
             'with log_with="jsonl" has made about 20 steps on at least 2 processes, unless MESHWRIGHT_HANG_SECONDS=0.'
         )
-    return Run(max(files, key=lambda file: max(written[file])))
+    return RunRecords(max(files, key=lambda file: max(written[file])))
 
 
 def _written_at(file: Path) -> float | None:
@@ -193,11 +193,11 @@ def show_ranks(paths: Sequence[Path], *, interval: float) -> None:
     read_appended(run)
     name_runs([run])
     if not has_screen(sys.stdout):
-        show_once(sys.stdout, Ranks(run, *shutil.get_terminal_size((100, 40))))
+        show_once(sys.stdout, WatchFrame(run, *shutil.get_terminal_size((100, 40))))
         return
 
-    def draw(width: int, height: int, page: int) -> Ranks:
+    def draw(width: int, height: int, page: int) -> WatchFrame:
         read_appended(run)
-        return Ranks(run, width, height, page)
+        return WatchFrame(run, width, height, page)
 
-    follow(Ranks(run, 80, 24), draw, lambda: run.ended is not None, interval)
+    follow(WatchFrame(run, 80, 24), draw, lambda: run.ended is not None, interval)

@@ -23,14 +23,14 @@ _ASCII = str.maketrans(
 )
 
 
-class Span(NamedTuple):
+class StyledText(NamedTuple):
     """A piece of a line, all in one style."""
 
     text: str
     style: str = ""
 
 
-Line = Sequence[Span]
+Line = Sequence[StyledText]
 
 
 def run_colour(number: int) -> str:
@@ -110,7 +110,7 @@ class Box(NamedTuple):
     high: float
 
 
-def draw(curves: Iterable[tuple[int, Points]], width: int, height: int, box: Box) -> list[list[Span]]:
+def draw(curves: Iterable[tuple[int, Points]], width: int, height: int, box: Box) -> list[list[StyledText]]:
     """Return lines of braille characters with the curves of some runs in their colours."""
     bits = np.zeros((height, width), dtype=np.int64)
     owner = np.full((height, width), -1, dtype=np.int64)
@@ -121,7 +121,7 @@ def draw(curves: Iterable[tuple[int, Points]], width: int, height: int, box: Box
         owner[mine > 0] = run
     return [
         [
-            Span(chr(_BRAILLE + bit) if bit else " ", run_colour(run) if bit else "")
+            StyledText(chr(_BRAILLE + bit) if bit else " ", run_colour(run) if bit else "")
             for bit, run in zip(row, owners, strict=True)
         ]
         for row, owners in zip(bits.tolist(), owner.tolist(), strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..recording.data import Call, Recording
 from .findings import Finding, deviation, limit_of, ratio_of, size_of
-from .layouts import Part, joined
+from .layouts import TensorPart, joined
 
 Key = tuple[str, int]
 """A module's name, and a forward pass of the step."""
@@ -123,7 +123,7 @@ class Calls:
             if tensor is None:
                 return None
             split = recording.coordinates.get("tp", 0)
-            parts.append(Part(tensor=tensor, split=split, positions=calls[0].positions))
+            parts.append(TensorPart(tensor=tensor, split=split, positions=calls[0].positions))
         return joined(parts, expected.shape) if parts else []
 
 

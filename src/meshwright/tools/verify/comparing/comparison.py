@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..recording.data import Recording, Step, Tensors
+from ..recording.data import RecordedStep, Recording, Tensors
 from .calls import Calls
 from .causes import cause_of
 from .findings import Finding, common_ratio, deviation, limit_of, ratio_of, relative, size_of
@@ -86,7 +86,7 @@ class _Values:
     def of_step(self, index: int) -> Finding | None:
         """Compare one step, and find where a difference begins."""
 
-        def tensors(what: str, of: Callable[[Step], Tensors]) -> Finding | None:
+        def tensors(what: str, of: Callable[[RecordedStep], Tensors]) -> Finding | None:
             return self._tensors(what, index, lambda recording: of(recording.steps[index]))
 
         found = self._losses(index) or tensors("gradient", lambda step: step.gradients)
@@ -205,7 +205,7 @@ class _Values:
             self.result.largest[what] = max(self.result.largest.get(what, 0.0), difference)
 
 
-def _loss_of(steps: Sequence[Step], recordings: Sequence[Recording], number: int) -> float:
+def _loss_of(steps: Sequence[RecordedStep], recordings: Sequence[Recording], number: int) -> float:
     """Return the loss of a data rank: the sum or the mean over those that share its sequences; others hold copies."""
     by_tokens: dict[tuple[int, int], float] = {}
     for step, recording in zip(steps, recordings, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TensorPart:
     """A tensor of one rank, or a part of it."""
 
     tensor: Tensor
@@ -20,13 +20,13 @@ class Part:
     """The positions of each sequence that the rank holds; None for all."""
 
 
-def joined(parts: Sequence[Part], target: torch.Size) -> list[Tensor] | None:
+def joined(parts: Sequence[TensorPart], target: torch.Size) -> list[Tensor] | None:
     """Return every copy of the whole tensor that the parts make; None where they do not fit together.
 
     Ranks that share sequences hold different positions; ranks that split layers hold the same tensor or equal parts of
     it along one dimension. Which dimension that is follows from the sizes.
     """
-    by_split: dict[int, list[Part]] = {}
+    by_split: dict[int, list[TensorPart]] = {}
     for part in parts:
         by_split.setdefault(part.split, []).append(part)
     whole_sequences = [_join_positions(by_split[split], target) for split in sorted(by_split)]
@@ -39,7 +39,7 @@ def joined(parts: Sequence[Part], target: torch.Size) -> list[Tensor] | None:
     return None if dim is None else [torch.cat(tensors, dim)]
 
 
-def _join_positions(parts: Sequence[Part], target: torch.Size) -> Tensor | None:
+def _join_positions(parts: Sequence[TensorPart], target: torch.Size) -> Tensor | None:
     first = parts[0]
     if first.positions is None or len(parts) == 1:
         return first.tensor

@@ -29,7 +29,7 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class Step:
+class RecordedStep:
     """One optimizer step."""
 
     losses: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Step:
     calls: list[Call] = field(default_factory=list)
     """Calls of modules, in the order in which they returned."""
 
-    def of(self, data_rank: int, ranks: int) -> Step:
+    def of(self, data_rank: int, ranks: int) -> RecordedStep:
         """Return the part of one of several data ranks whose micro-batches were taken in turn."""
         return replace(
             self,
@@ -87,7 +87,7 @@ class Recording:
     """Names of each parameter that has several."""
     dropouts: list[Dropout] = field(default_factory=list)
     """Those of the first forward pass."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     passes_without_loader: int = 0
     """Backward passes outside of the loop over a prepared loader."""
     classes: dict[str, str] = field(default_factory=dict)

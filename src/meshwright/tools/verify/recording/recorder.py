@@ -16,15 +16,15 @@ from ....parallel.modules.dtensors import local, whole
 from ....parallel.modules.unwrapping import extract_model_from_parallel, own_name
 from ....runtime.collectives.nested import named_leaves
 from ....runtime.modules import tied_names
-from .data import Call, Dropout, Recording, Step, Tensors
+from .data import Call, Dropout, RecordedStep, Recording, Tensors
 
 
-class Recorder:
+class StepRecorder:
     """The recorder of one process. It sends nothing but what makes sharded tensors whole."""
 
     def __init__(self, recording: Recording, after_step: Callable[[], None] = lambda: None) -> None:
         self.recording = recording
-        self.step = Step()
+        self.step = RecordedStep()
         """The step under way."""
         self.positions: Tensor | None = None
         """The positions of each sequence that this process holds at the moment."""
@@ -35,7 +35,7 @@ class Recorder:
         """Names of the modules that are being called."""
 
     @classmethod
-    def of_rank(cls, strategy: Any, after_step: Callable[[], None] = lambda: None) -> Recorder:
+    def of_rank(cls, strategy: Any, after_step: Callable[[], None] = lambda: None) -> StepRecorder:
         """Return the recorder of a rank of a mesh."""
         recording = Recording(
             rank=strategy.runtime.process_index,
@@ -100,7 +100,7 @@ class Recorder:
         with torch.no_grad():
             self.step.parameters = {name: _copy(whole(tensor)) for name, tensor in self._named(parameters=True)}
         self.recording.steps.append(self.step)
-        self.step = Step()
+        self.step = RecordedStep()
         self._after_step()
 
     def _gradients(self) -> Tensors:

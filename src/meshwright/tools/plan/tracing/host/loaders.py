@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from .....data import already_split
 from .....data.order import orders
-from .progress import Loaded
+from .progress import LoaderPass
 from .values import Values
 
 _SEED = 0
@@ -29,7 +29,7 @@ class Batches:
         self.tokens = 0
         self.fraction = 1.0
         """The part of each batch that the script gets; whole batches are counted."""
-        self.loaded: list[Loaded] = []
+        self.loaded: list[LoaderPass] = []
         """What every pass over a loader has given."""
 
     def count(self, batch: Any) -> int:
@@ -71,7 +71,7 @@ def give_fake_batches(recorder: Any, values: Values, batches: Batches, batch_siz
     def iterate(self: Any) -> Iterator[Any]:
         with recorder.muted(), unset_fake_temporarily():
             iterator = plain_iter(self)
-        loaded = Loaded(_length(self.dataset))
+        loaded = LoaderPass(_length(self.dataset))
         batches.loaded.append(loaded)
         while True:
             try:

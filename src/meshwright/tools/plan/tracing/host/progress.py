@@ -15,7 +15,7 @@ _MOST_TURNS = 8
 
 
 @dataclass
-class Loaded:
+class LoaderPass:
     """What one pass over a loader has given to this rank."""
 
     samples: int | None
@@ -33,7 +33,7 @@ class Progress:
     optimizers: int = 0
     backward_passes: int = 0
     steps: int = 0
-    loaders: list[Loaded] = field(default_factory=list)
+    loaders: list[LoaderPass] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write what was done."""
