@@ -80,6 +80,7 @@ from .arguments import (
     strategy_of_run,
 )
 from .checkpoint_methods import CheckpointMethods
+from .effects import effect
 from .tracking_methods import TrackingMethods
 
 if TYPE_CHECKING:
@@ -892,6 +893,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         """
         return self.free_memory(*objects)
 
+    @effect()
     def end_training(self) -> None:
         """Finish the run: wait for a save, for the trackers and for the others, and leave the process group."""
         for notify in self.instruments.closed:

@@ -24,6 +24,7 @@ from ..runtime import phases
 from ..runtime.loop.gradient_state import GradientState
 from ..scheduler import AcceleratedScheduler
 from .accumulation import AccumulationWindow
+from .effects import effect
 from .process_methods import ProcessMethods
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class CheckpointMethods(ProcessMethods):
             return get_state_dict_offloaded_model(own)
         return self.strategy.full_state_dict(own)
 
+    @effect()
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk once: on the main process, or once per host with `save_on_each_node`.
 
@@ -101,6 +103,7 @@ class CheckpointMethods(ProcessMethods):
             safe_serialization=safe_serialization,
         )
 
+    @effect()
     def save_model(
         self,
         model: nn.Module,
@@ -190,6 +193,7 @@ class CheckpointMethods(ProcessMethods):
             self._checkpointer = Checkpointer(self.state._started, self.project_configuration, prepared)
         return self._checkpointer
 
+    @effect(instead=lambda self, output_dir=None, *args, **kwargs: os.fspath(output_dir or ""))
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,

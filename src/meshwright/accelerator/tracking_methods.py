@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..tracking.general import BlankTracker
+from .effects import effect
 from .process_methods import ProcessMethods
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class TrackingMethods(ProcessMethods):
         """Return the tracker objects, once what was logged so far has reached them."""
         return [] if self._trackers is None else self._trackers.drained()
 
+    @effect()
     def init_trackers(
         self,
         project_name: str,
@@ -60,6 +63,7 @@ class TrackingMethods(ProcessMethods):
         if self._trackers is not None:
             self._trackers.begin(project_name, config, init_kwargs or {}, strict=strict)
 
+    @effect(instead=lambda *args, **kwargs: BlankTracker())
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name, or with `unwrap` its client's own object; other ranks get one that does nothing.
 
@@ -71,6 +75,7 @@ class TrackingMethods(ProcessMethods):
             raise ValueError(f"There is no tracker {name!r}: Accelerator(log_with={name!r}) asks for it.")
         return self._trackers.named(name, unwrap)
 
+    @effect()
     def log(
         self,
         values: dict[str, Any],

@@ -69,5 +69,5 @@ def test_experts_that_are_spread_are_refused_by_name() -> None:
     words = ("plan", "--gpus", "2xA100-80GB", HERE.parents[2] / "examples" / "experts.py")
     done = warm.run([*ACCELERATE, *map(str, words)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 2
-    assert "ep_size > 1" in done.stderr
+    assert "ep_size=2 cannot be used" in done.stderr
     assert "experts.py:" in done.stderr

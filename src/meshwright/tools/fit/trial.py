@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ...accelerator.effects import dry_run
 from ...data.loaders.base import PreparedLoader
 from ...instruments import Instrument
 from ...parallel.base import Bundle
@@ -20,7 +21,6 @@ from ...runtime import phases
 from ...runtime.devices.device import is_cpu
 from ...runtime.devices.memory import clear_device_cache, peak_memory, should_reduce_batch_size
 from ...runtime.group.muting import collectives_muted
-from ...tracking.general import BlankTracker
 from .kept import Kept
 from .models import facts_of_models
 
@@ -30,8 +30,6 @@ MICRO_BATCHES = 2
 """Of a window: the second one has the gradients of the first beside it, and further ones need no more."""
 _MOST_BATCHES = 64
 """Of a function that closes no window, because it does not call `backward`, or because fp16 overflows."""
-_WITHOUT_EFFECT = ("init_trackers", "log", "save_state", "save_model", "save", "end_training")
-"""What an Accelerator does not do in a trial."""
 
 # [Note: trials]
 # In a trial the function runs until two accumulation windows are closed, with collectives that involve no other rank
@@ -117,8 +115,6 @@ class Trial(Instrument):
         steps, flags = accelerator.gradient_accumulation_steps, _synchronising(self.kept.models)
         replaced = {
             "prepare_data_loader": self._preparing_loader(accelerator.prepare_data_loader),
-            "get_tracker": lambda *args, **kwargs: BlankTracker(),
-            **dict.fromkeys(_WITHOUT_EFFECT, lambda *args, **kwargs: ""),
         }
         own = {name: value for name, value in vars(accelerator).items() if name in replaced}
         vars(accelerator).update(replaced)
@@ -126,7 +122,7 @@ class Trial(Instrument):
         for replica in flags:
             replica.require_backward_grad_sync = False
         try:
-            with accelerator.instruments.only(self):
+            with accelerator.instruments.only(self), dry_run():
                 yield
         finally:
             for name in replaced:

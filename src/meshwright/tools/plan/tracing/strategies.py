@@ -36,6 +36,7 @@ from ....runtime.streams import mapping, read_ahead
 from ..trace import COMMUNICATION, GATHERED, SETUP, Allocation, Collective, Trace
 from .host.values import Values
 from .recorder import OFFLOADED, TraceRecorder
+from .replacing import replaced
 from .replicas import REDUCE_STREAM
 
 GATHER_STREAM = "gather"
@@ -50,6 +51,7 @@ def watch_strategies(recorder: TraceRecorder, values: Values) -> None:
     _label(recorder, FSDPParam, "init_all_gather_outputs", owner=GATHERED)
     _label(recorder, FSDPParam, "alloc_all_gather_outputs", owner=GATHERED)
     _label(recorder, FSDPParam, "init_unsharded_param", owner=GATHERED)
+    replaced(fsdp_params, "_chunk_with_empty")
     fsdp_params._chunk_with_empty = _Chunks  # type: ignore[attr-defined, assignment]
     _note_waits(recorder)
     _watch_stages(recorder, values)
@@ -138,7 +140,7 @@ class _Chunks(Sequence[Tensor]):
 
 
 def _label(recorder: TraceRecorder, place: Any, name: str, **labels: str) -> None:
-    plain: Callable[..., Any] | None = getattr(place, name, None)
+    plain = replaced(place, name)
     if plain is None:
         return
 
@@ -152,6 +154,7 @@ def _label(recorder: TraceRecorder, place: Any, name: str, **labels: str) -> Non
 def _note_waits(recorder: TraceRecorder) -> None:
     """Note where computation waits for the gather of a group."""
     group_class = param_groups.FSDPParamGroup
+    replaced(group_class, "unshard"), replaced(group_class, "wait_for_unshard")
     plain_unshard, plain_wait = group_class.unshard, group_class.wait_for_unshard
     issued: dict[int, list[Collective]] = {}
 
@@ -215,7 +218,7 @@ def _mute_sharding_propagation(recorder: TraceRecorder) -> None:
 
 
 def _mute(recorder: TraceRecorder, place: Any, name: str) -> None:
-    plain: Callable[..., Any] | None = getattr(place, name, None)
+    plain = replaced(place, name)
     if plain is None:
         return
 
@@ -236,8 +239,8 @@ def _keep_positions_real() -> None:
     for place in (sharding, sequences):
         for name in ("contiguous", "head_tail"):
             _keep_real(place, name)
-        if hasattr(place, "positions_among"):
-            setattr(place, "positions_among", lambda buffers, dims: None)  # noqa: B010 - it is not exported
+        replaced(place, "positions_among")
+        setattr(place, "positions_among", lambda buffers, dims: None)  # noqa: B010 - it is not exported
     for name in ("inverse", "is_in_order"):
         getter = cached_property(_real(vars(sharding.Sharding)[name].func))
         getter.__set_name__(sharding.Sharding, name)
@@ -246,7 +249,7 @@ def _keep_positions_real() -> None:
 
 
 def _keep_real(place: Any, name: str) -> None:
-    plain = vars(place).get(name)
+    plain = replaced(place, name)
     if isinstance(plain, (staticmethod, classmethod)):
         setattr(place, name, type(plain)(_real(plain.__func__)))
     elif plain is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import torch
 
 from .....accelerator import Accelerator
+from .....accelerator.effects import begin_dry_run
 from .building import when_imported
 
 
 def write_nothing() -> None:
     """Make what writes checkpoints, weights and logs do nothing, silently."""
-    for name in ("save", "save_model", "load_state", "resume", "log", "log_images", "init_trackers"):
-        if hasattr(Accelerator, name):
-            setattr(Accelerator, name, _nothing)
-    Accelerator.get_tracker = lambda self, name, unwrap=False: _Silent()  # type: ignore[method-assign]
-    Accelerator.save_state = _saved  # type: ignore[method-assign, assignment]
+    for name in ("load_state", "resume"):  # what is there has numbers, and a traced model has none
+        setattr(Accelerator, name, _nothing)
+    begin_dry_run()
     torch.save = _nothing
     when_imported("safetensors.torch", _without(("save_file", "save_model")))
     when_imported("transformers.modeling_utils", _without_method("PreTrainedModel", "save_pretrained", "push_to_hub"))
@@ -30,17 +28,6 @@ def write_nothing() -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
-
-
-class _Silent:
-    """A tracker that accepts every call."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: _Silent()
-
-
-def _saved(self: Any, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> str:
-    return os.fspath(output_dir or "")
 
 
 def _without(names: tuple[str, ...]) -> Callable[[ModuleType], None]:
