@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ....accelerator import Accelerator
 from ....config.combinations import Feature, require_combination
+from ....instruments import PROCESS, Instrument
+from ....parallel.base import Bundle
 from ....program import program_name
 from ....runtime.group.runtime import Runtime
 from ..trace import FORWARD, GRADIENTS, OPTIMIZER, UPDATE, WEIGHTS, Trace, TracedStep
@@ -92,7 +94,7 @@ def trace_script(request: TraceRequest) -> TracedScript:
     return script
 
 
-class TracedScript:
+class TracedScript(Instrument):
     """The script of this process: its models, its phases and its steps."""
 
     def __init__(self, request: TraceRequest, recorder: TraceRecorder, building: Building) -> None:
@@ -119,15 +121,10 @@ class TracedScript:
 
     def watch(self) -> None:
         """Learn of models, passes and optimizer steps."""
-        plain_prepare, plain_backward = Accelerator._prepare_bundle, torch.autograd.backward
+        plain_backward = torch.autograd.backward
         script = self
         watch_traits(self._trace.traits)
-
-        def prepare_bundle(self: Any, models: list[nn.Module], optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
-            script._before_prepare(self, models, optimizers, trained=not kwargs.get("evaluation"))
-            bundle = plain_prepare(self, models, optimizers, *args, **kwargs)
-            script._after_prepare(bundle.models)
-            return bundle
+        PROCESS.add(self)
 
         def backward(*args: Any, **kwargs: Any) -> None:
             inside = script._differentiates  # torch calls it again to apply a function mode, and to recompute blocks
@@ -139,7 +136,6 @@ class TracedScript:
             if not inside:
                 script._after_backward()
 
-        Accelerator._prepare_bundle = prepare_bundle  # type: ignore[method-assign]
         torch.autograd.backward = backward
         torch.compile = _not_compiled
         torch.amp.GradScaler._maybe_opt_step = lambda self, optimizer, *args, **kwargs: optimizer.step()  # type: ignore[method-assign]
@@ -150,7 +146,9 @@ class TracedScript:
 
     # --- models -----------------------------------------------------------------------------------------------------
 
-    def _before_prepare(self, accelerator: Any, models: list[nn.Module], optimizers: list[Any], trained: bool) -> None:
+    def prepare_started(self, accelerator: Accelerator, bundle: Bundle) -> None:
+        """Leave out repeated blocks, and note what is trained and how it is spread."""
+        models, optimizers, trained = bundle.models, bundle.optimizers, not bundle.evaluation
         require_combination({Feature.PLAN: f"{program_name()} plan"} | accelerator.features)
         self._building.end(models, self._recorder)
         self._progress.models += len(models)
@@ -190,13 +188,18 @@ class TracedScript:
             self._microbatches = wanted / enough
             self.batches.fraction = enough / wanted
 
-    def _after_prepare(self, models: list[nn.Module]) -> None:
-        for model in models:
+    def prepare_ended(self, accelerator: Accelerator, bundle: Bundle) -> None:
+        """Note the names of modules, and whose weights are in memory."""
+        for model in bundle.models:
             self._models.append(model)
             self._names |= {id(module): name for name, module in model.named_modules()}
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 self._module_of[tensor] = name.rpartition(".")[0]
                 self._recorder.claim(tensor, WEIGHTS, self._module_of[tensor])
+
+    def micro_batch_started(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
+        """Note that the script accumulates gradients as the Accelerator is told to."""
+        self._trace.traits.accumulates = True
 
     # --- phases -----------------------------------------------------------------------------------------------------
 

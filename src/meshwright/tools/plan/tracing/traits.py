@@ -13,7 +13,6 @@ from ..trace import Traits
 
 _SETTINGS = ("gradient_accumulation_steps", "gradient_accumulation_plugin", "parallelism_config", "fsdp_plugin")
 _TRAIT_OF_METHOD = {
-    "accumulate": "accumulates",
     "maybe_context_parallel": "splits_sequences",
     "forward_backward": "forwards_backwards",
 }
