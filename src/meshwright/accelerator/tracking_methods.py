@@ -223,7 +223,7 @@ class TrackingMethods(ProcessMethods):
         return self.strategy.num_data_ranks / self.num_processes if member is None else 1 / member.shards
 
     def _peak_flops(self) -> float | None:
-        from ..tools.plan.timing.devices import peak_flops
+        from ..runtime.devices.catalogue import peak_flops
 
         dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}.get(self.mixed_precision)
         if dtype is None:

@@ -19,8 +19,8 @@ from ..program import program_name
 from ..temporary import temporary_folder
 
 if TYPE_CHECKING:
+    from ..runtime.devices.catalogue import Catalogue, DeviceCluster
     from ..tools.plan.result import Plan
-    from ..tools.plan.timing.devices import Catalogue, DeviceCluster
 
 FITS_NOT, NOT_PLANNED = 1, 2
 """Exit codes: the run does not fit on the devices; nothing could be planned."""
@@ -168,7 +168,7 @@ def _write_files(folder: str | None, plan: Plan) -> None:
 
 def _cluster(args: argparse.Namespace) -> tuple[DeviceCluster | None, Catalogue | None]:
     """Return the devices that the user named, and all that are known; None and None on the CPU of this machine."""
-    from ..tools.plan.timing.devices import DEVICES, load
+    from ..runtime.devices.catalogue import DEVICES, load
 
     if args.gpus is None:
         if not args.cpu:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
+from ...runtime.devices.catalogue import Catalogue, DeviceCluster
 from .ledger import LedgerRow, extrapolated_ledger, ledger_of, timed
 from .memory.depth import extrapolated
 from .memory.expand import expanded
@@ -22,7 +23,6 @@ from .memory.peak import Memory, memory_of
 from .memory.visits import CannotExpandError
 from .result import Plan, RankPlan, RunCost
 from .timing.depth import extrapolated as extrapolated_timing
-from .timing.devices import Catalogue, DeviceCluster
 from .timing.passes import with_another_pass
 from .timing.pipelines import time_pipeline
 from .timing.rates import Rates, loaders_of, rates

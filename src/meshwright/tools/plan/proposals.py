@@ -17,6 +17,7 @@ from ...config.launch.parser import explicit_options
 from ...config.launch.settings import LaunchSettings
 from ...launch.config_files import config_from_options
 from ...program import program_name
+from ...runtime.devices.catalogue import DeviceCluster
 from .memory.fit import EXPANDABLE
 from .memory.levers import RECOMPUTE as RECOMPUTE_LEVER
 from .plan import MORE, WantedTrace, plan_run
@@ -26,7 +27,6 @@ from .searching.changes import changes_of
 from .searching.choices import Choice, Space, choice_of
 from .searching.estimates import Estimates
 from .searching.search import PlanSearch, Tried
-from .timing.devices import DeviceCluster
 from .trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from .traces import Traces
 

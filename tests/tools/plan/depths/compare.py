@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.commands.plan import plan_parser
+from meshwright.runtime.devices.catalogue import load
 from meshwright.tools.plan.plan import WantedTrace, plan_run
 from meshwright.tools.plan.result import Plan
-from meshwright.tools.plan.timing.devices import load
 from meshwright.tools.plan.trace import Trace
 from meshwright.tools.plan.traces import Traces
 

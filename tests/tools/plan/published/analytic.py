@@ -1,7 +1,7 @@
 """Estimate how fast published runs, and the same runs on other meshes, are: from shapes, by the planner's own timing.
 
 The operations of one micro-batch come from `shapes`; what data parallelism, pipelines and the optimizer add is here.
-Efficiency factors in `devices.yaml` were fitted with such lists, and traces of the script agree within a few per cent.
+Efficiency factors in `catalogue.yaml` were fitted with such lists, and traces of the script agree within a few percent.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from meshwright.runtime.devices.catalogue import DeviceCluster
 from meshwright.tools.plan.timing.collectives import collective_seconds
 from meshwright.tools.plan.timing.depth import extrapolated
-from meshwright.tools.plan.timing.devices import DeviceCluster
 from meshwright.tools.plan.timing.pipelines import Stage, replay
 from meshwright.tools.plan.timing.step import Timing, time_step
 from meshwright.tools.plan.trace import BACKWARD, FORWARD, Collective, Trace

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.commands.plan import FITS_NOT
-from meshwright.tools.plan.timing.devices import DEVICES, load
+from meshwright.runtime.devices.catalogue import DEVICES, load
 
 from .analytic import Estimate
 from .fits import foundry, planned

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from meshwright.runtime.devices.catalogue import load
 from meshwright.tools.plan.memory.expand import expanded
 from meshwright.tools.plan.memory.fit import Fit, fit_of, libraries_of
 from meshwright.tools.plan.memory.peak import memory_of
 from meshwright.tools.plan.plan import MORE, WantedTrace
-from meshwright.tools.plan.timing.devices import load
 
 from .harness import CaseTraces
 from .outcomes import FULL

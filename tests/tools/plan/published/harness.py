@@ -20,10 +20,10 @@ from functools import cache
 from pathlib import Path
 
 from meshwright.commands.plan import plan_parser
+from meshwright.runtime.devices.catalogue import DEVICES, load
 from meshwright.tools.plan.memory.fit import Fit
 from meshwright.tools.plan.memory.peak import Memory
 from meshwright.tools.plan.plan import WantedTrace, plan_run
-from meshwright.tools.plan.timing.devices import DEVICES, load
 from meshwright.tools.plan.trace import Trace, read_trace
 from meshwright.tools.plan.traces import Traces
 

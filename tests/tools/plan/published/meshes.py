@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.tools.plan.timing.devices import DeviceCluster, load
+from meshwright.runtime.devices.catalogue import DeviceCluster, load
 
 from .analytic import Estimate, blocks_of_stages
 from .rows import Case, block_parameters, flops_per_token, read_cases

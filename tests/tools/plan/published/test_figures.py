@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.plan.timing.devices import DEVICES
+from meshwright.runtime.devices.catalogue import DEVICES
 from meshwright.tools.plan.trace import BACKWARD, FORWARD
 
 from .analytic import blocks_of_stages

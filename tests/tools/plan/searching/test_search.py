@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.tools.plan.memory.fit import Fit
 from meshwright.tools.plan.memory.peak import memory_of
 from meshwright.tools.plan.result import Plan
 from meshwright.tools.plan.searching.choices import Choice, choice_of
 from meshwright.tools.plan.searching.estimates import Estimates
 from meshwright.tools.plan.searching.search import PlanSearch, describe
-from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.timing.rates import Rates
 from meshwright.tools.plan.timing.step import time_step
 from tests.tools.plan.made import MIB, model

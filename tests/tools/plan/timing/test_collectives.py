@@ -1,7 +1,7 @@
 import pytest
 
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.tools.plan.timing.collectives import collective_seconds
-from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.trace import FORWARD, Collective
 
 H100 = cluster("64xH100")

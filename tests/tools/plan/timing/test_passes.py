@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.tools.plan.ledger import ledger_of
-from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.timing.passes import with_another_pass
 from meshwright.tools.plan.timing.step import time_step
 from meshwright.tools.plan.trace import BACKWARD, FORWARD, UPDATE, Trace, TracedStep
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshwright.tools.plan.plan import MORE, plan_run
 from meshwright.tools.plan.searching.choices import Choice, choice_of
-from meshwright.tools.plan.timing.devices import cluster
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.commands.plan import plan_parser
 from meshwright.tools.plan.traces import Traces
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.tools.plan.timing.devices import cluster
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.tools.plan.timing.roofline import (
     ATTENTION,
     BANDWIDTH,

@@ -2,8 +2,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from meshwright.runtime.devices.catalogue import cluster
 from meshwright.tools.plan.timing.collectives import collective_seconds
-from meshwright.tools.plan.timing.devices import cluster
 from meshwright.tools.plan.timing.rates import rates
 from meshwright.tools.plan.timing.roofline import LATENCY, estimate
 from meshwright.tools.plan.timing.step import Timing, time_step

@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from ....runtime.devices.catalogue import DeviceCluster
 from ..memory.lifetimes import block_of
 from ..memory.peak import Memory
 from ..timing.collectives import collective_seconds
-from ..timing.devices import DeviceCluster
 from ..timing.roofline import LATENCY
 from ..timing.step import Timing
 from ..trace import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....runtime.devices.catalogue import DeviceCluster
 from ..trace import Collective
-from .devices import DeviceCluster
 
 
 @dataclass(frozen=True, slots=True)

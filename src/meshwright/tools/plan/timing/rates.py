@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from ....runtime.devices.catalogue import DeviceCluster
 from ..trace import Trace
-from .devices import DeviceCluster
 from .step import Timing
 
 MODEL_AXES = ("tp", "cp", "sp", "pp")

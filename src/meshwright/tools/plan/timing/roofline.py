@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....runtime.devices.catalogue import Device, format_of
 from ..trace import UPDATE, Operation
-from .devices import Device, format_of
 
 MATMUL, ATTENTION, ELEMENTWISE, OPTIMIZER = "matmul", "attention", "elementwise", "optimizer"
 KINDS = (MATMUL, ATTENTION, ELEMENTWISE, OPTIMIZER)

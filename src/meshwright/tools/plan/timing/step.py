@@ -9,9 +9,9 @@ from itertools import count
 from math import inf
 from operator import attrgetter
 
+from ....runtime.devices.catalogue import DeviceCluster, format_of
 from ..trace import BACKWARD, FORWARD, MAIN_STREAM, UPDATE, Collective, Operation, Trace
 from .collectives import collective_seconds
-from .devices import DeviceCluster, format_of
 from .roofline import LATENCY, estimate
 
 Sums = dict[str, float]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.tools.plan.timing.devices import DEVICES, UnknownDeviceError, cluster, load
+from meshwright.runtime.devices.catalogue import DEVICES, UnknownDeviceError, cluster, load
 
 
 @pytest.mark.parametrize(

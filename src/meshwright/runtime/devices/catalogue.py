@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ....runtime.devices.device import device_module, is_cpu
-from ....untrusted import parse_yaml
+from ...untrusted import parse_yaml
+from .device import device_module, is_cpu
 
-DEVICES = Path(__file__).with_name("devices.yaml")
+DEVICES = Path(__file__).with_name("catalogue.yaml")
 
 _GIB = 1 << 30
 _WORDS_BESIDE_NAMES = re.compile(r"(geforce|tesla|instinct|oam|sxm\d?|pcie|hbm\d?e?|\d+gb|virtual|serveredition)*")
@@ -32,7 +32,7 @@ _NEXT_WIDER = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which part of its peak a family of devices reaches; `devices.yaml` says what each factor is."""
+    """Which part of its peak a family of devices reaches; `catalogue.yaml` says what each factor is."""
 
     matmul: float
     matmul_fp8: float
