@@ -85,8 +85,8 @@ def test_an_equal_script_is_equal_on_one_process_and_on_two(script: Path) -> Non
     result = script.parent / "result.json"
     ended = compare(script, "--processes", "1,2", "--runs", "1", "--steps", "4", "--json", str(result), SHUFFLE="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "1 process: equal to the bit" in ended.stdout
-    assert "2 processes: equal to the bit" in ended.stdout
+    assert "1 process: bitwise equal" in ended.stdout
+    assert "2 processes: bitwise equal" in ended.stdout
     told = json.loads(result.read_text(encoding="utf-8"))
     assert [(v["processes"], v["first"], v["largest"]) for v in told["processes"]] == [(1, None, 0.0), (2, None, 0.0)]
     for side in ("theirs", "ours"):

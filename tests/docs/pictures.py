@@ -173,7 +173,7 @@ def shown(command: str, folder: Path, columns: int = COLUMNS, **variables: str) 
     """Return what a command writes to a terminal, with its colours."""
     variables |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
     child = pexpect.spawn(
-        "bash", ["-c", command], cwd=str(folder), env=os.environ | variables, encoding="utf-8", timeout=240,
+        "bash", ["-c", command], cwd=str(folder), env=os.environ | variables, encoding="utf-8", timeout=900,
         dimensions=(50, columns),
     )  # fmt: skip
     child.expect(pexpect.EOF)
@@ -207,19 +207,19 @@ def verdict(folder: Path) -> None:
         draw(text[start:].rstrip(), "train.py · 4 processes", IMAGES / f"verdict{end}.svg", columns)
 
 
-def _pictures_of_page(page: Path, folder: Path, name: str) -> None:
-    """Write a page as four pictures: light and dark, wide and for phones."""
+def _pictures_of_page(page: Path, folder: Path, name: str, narrow: str | None = None, **drawn: str) -> None:
+    """Write a page as four pictures: light and dark, wide and for phones, where a selector can choose a part."""
     with Browser(folder) as browser:
         browser.send("Emulation.setScrollbarsHidden", hidden=True)
-        for width, height, scale, end in ((1280, 900, 1.25, ""), (368, 880, 2.0, "-narrow")):
+        for width, height, scale, end in ((1280, 900, 1.25, ""), (460, 1100, 1.6, "-narrow")):
             for scheme in ("light", "dark"):
                 browser.send(
                     "Emulation.setDeviceMetricsOverride",
                     width=width, height=height, deviceScaleFactor=scale, mobile=False,
                 )  # fmt: skip
                 browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-                browser.open(page)
-                browser.picture(IMAGES / f"{name}-{scheme}{end}.png")
+                browser.open(page, **drawn)
+                browser.picture(IMAGES / f"{name}-{scheme}{end}.png", narrow if end else None)
 
 
 def plan(folder: Path) -> None:
@@ -227,7 +227,8 @@ def plan(folder: Path) -> None:
     (folder / "train.py").write_text(LARGE)
     options = "--mixed_precision bf16 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
     shown(f"meshwright plan --gpus 8xH100 {options} --steps 20000 --html plan.html train.py", folder)
-    _pictures_of_page(folder / "plan.html", folder, "plan")
+    complete = "document.readyState === 'complete' && document.querySelector('svg') !== null"  # it has no script
+    _pictures_of_page(folder / "plan.html", folder, "plan", narrow="details", drawn=complete)
 
 
 def report(folder: Path) -> None:

@@ -118,6 +118,7 @@ def assert_all_are_ours(told: dict[str, Any], environment: Environment) -> None:
     assert ("Ray" in started) == (find_spec("ray") is not None)
 
 
+@pytest.mark.parametrize("environment", ["theirs", at_night("without_theirs")], indirect=True)
 @pytest.mark.parametrize(
     "door", ["python -m meshwright", *map(at_night, ["meshwright launch", "meshwright.install()"])]
 )

@@ -63,7 +63,7 @@ def compare(
     found = []
     for verdict in told["processes"]:
         first = verdict["first"]
-        differs = "equal to the bit" if first is None else f"DIFFERENT at step {first['step']}: {first['what']}"
+        differs = "bitwise equal" if first is None else f"DIFFERENT at step {first['step']}: {first['what']}"
         found.append(f"{verdict['processes']}: {differs}")
     return "; ".join(found), seconds
 
@@ -94,8 +94,8 @@ def main(words: list[str]) -> int:
                     result, seconds = compare(name, environment, materials, options.checkouts, options.processes)
                     results.append(result)
                     print(f"| {kind} | {name} | {STEPS} | {seconds:.0f} | {result} |", flush=True)
-    equal = sum("DIFFERENT" not in result and "equal to the bit" in result for result in results)
-    print(f"{equal} of {len(results)} scripts are equal to the bit", flush=True)
+    equal = sum("DIFFERENT" not in result and "bitwise equal" in result for result in results)
+    print(f"{equal} of {len(results)} scripts are bitwise equal", flush=True)
     return 0 if equal == len(results) else 1
 
 

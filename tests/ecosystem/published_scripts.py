@@ -3,7 +3,7 @@
 TRL's scripts are in its installed package. The others are read from checkouts of the examples of accelerate,
 transformers, diffusers and PEFT below one folder; none of their packages has them. Nothing is downloaded: models and
 data are made on the spot. Each script trains a few steps on one process and on two, with the order of samples of 1.x.
-Every loss, the parameters after every step and what is measured have to be equal, to the bit. What was found is
+Every loss, the parameters after every step and what is measured have to be bitwise equal. What was found is
 recorded in `found_scripts.tsv`, from which docs/conformance.md is made. In the libraries' venv:
 
     python -m tests.ecosystem.published_scripts [NAME ...] [--checkouts FOLDER] [--processes NUMBER ...]
@@ -237,7 +237,7 @@ def run(script: Script, file: Path, world_size: int, accelerate: Path, materials
 
 
 def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    """Say how two records differ; nothing where they are equal to the bit."""
+    """Say how two records differ; nothing where they are bitwise equal."""
     if len(ours) != len(theirs) or not ours:
         return f"records of {len(ours)} ranks, with 1.15 of {len(theirs)}"
     for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -314,7 +314,7 @@ def main(words: list[str]) -> int:
             for size in options.processes
         ]
     found = [result for result in results if result != "not there"]
-    print(f"{found.count('equal')} of {len(found)} runs train the same, to the bit, under both", flush=True)
+    print(f"{found.count('equal')} of {len(found)} runs train the same, bitwise, under both", flush=True)
     return 0 if found.count("equal") == len(found) else 1
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Run the first steps of a script under the installed accelerate 1.x and under this library, in turn, and show them "
-    "side by side. The exit code is 0 if they are equal to the bit, 1 if not, 2 if they could not be compared."
+    "side by side. The exit code is 0 if they are bitwise equal, 1 if not, 2 if they could not be compared."
 )
 EQUAL, DIFFERENT, UNKNOWN = 0, 1, 2
 _ONLY_OURS = ("data_order",)

@@ -2,7 +2,7 @@
 
 The trained model stays as it is. To merge in place and to take it back changes weights in bf16, each time. Here a
 weight is gathered whole with the matrices of its adapters, which are small, and what is added is computed on it as PEFT
-computes it on one process, so that the result is equal to the bit. DoRA needs whole rows anyway.
+computes it on one process, so that the result is bitwise equal. DoRA needs whole rows anyway.
 """
 
 from __future__ import annotations

@@ -87,10 +87,10 @@ class Browser:
         answer: dict[str, Any] = json.loads(message)
         return answer
 
-    def open(self, page: Path) -> None:
-        """Load a file and wait until its charts are there."""
+    def open(self, page: Path, drawn: str = "document.documentElement?.dataset.charts !== undefined") -> None:
+        """Load a file and wait until it is drawn: a report's script draws its charts."""
         self.send("Page.navigate", url=page.resolve().as_uri())
-        self.wait("document.documentElement?.dataset.charts !== undefined")
+        self.wait(drawn)
         self.settle()
 
     def run(self, expression: str, **options: Any) -> Any:
@@ -130,6 +130,14 @@ class Browser:
             self.mouse("mouseReleased", x, y, button="left", clickCount=clicks)
         self.settle()
 
-    def picture(self, file: Path) -> None:
-        """Save what is seen."""
-        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+    def picture(self, file: Path, part: str | None = None) -> None:
+        """Save what is seen, or the first element that a selector finds, with a margin."""
+        options: dict[str, Any] = {}
+        if part is not None:
+            x, y, width, height = self.run(
+                f"(box => [0, box.top + scrollY - 10, innerWidth, box.height + 20])"
+                f"(document.querySelector({part!r}).getBoundingClientRect())"
+            )
+            clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+            options = {"clip": clip, "captureBeyondViewport": True}
+        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png", **options)["data"]))

@@ -25,7 +25,7 @@ def _answer(verdict: ComparisonVerdict, names: tuple[str, str]) -> Iterator[str]
             f"{_at(verdict.itself.step)}."
         )
     elif first is None:
-        yield f"{where}: equal to the bit, {verdict.theirs.steps} steps"
+        yield f"{where}: bitwise equal, {verdict.theirs.steps} steps"
     else:
         yield f"{where}: DIFFERENT {_at(first.step)}: the {first.what} of rank {first.rank}"
         yield f"  {names[0]:<20}  {first.theirs}"

@@ -88,7 +88,7 @@ def judge(
 
 
 def first_difference(theirs: ComparedRun, ours: ComparedRun) -> Difference | None:
-    """Return the first step at which two runs are not equal to the bit, and in what."""
+    """Return the first step at which two runs are not bitwise equal, and in what."""
     if len(theirs.ranks) != len(ours.ranks):
         return Difference(0, "processes", 0, str(len(theirs.ranks)), str(len(ours.ranks)))
     found = [_of_rank(a, b) for a, b in zip(theirs.ranks, ours.ranks, strict=True)]

@@ -19,8 +19,7 @@ def test_it_is_shown_without_complaints_and_without_scrolling_sideways(tmp_path:
     file = tmp_path / "plan.html"
     file.write_text(as_page(planned(), "2.0"), encoding="utf-8")
     with Browser(tmp_path, width) as browser:
-        browser.send("Page.navigate", url=file.as_uri())
-        browser.wait("document.querySelector('svg') !== null && document.readyState === 'complete'")
+        browser.open(file, drawn="document.querySelector('svg') !== null && document.readyState === 'complete'")
         content, window, picture = browser.run(_WIDTHS)
         assert content <= window
         assert picture > 150
