@@ -63,7 +63,7 @@ PRELOADED = (
 COLD = "MESHWRIGHT_TEST_COLD_STARTS"
 """Set it to start everything as usual."""
 
-LAUNCHERS = ("accelerate", "torchrun", "trl")
+LAUNCHERS = ("meshwright", "accelerate", "torchrun", "trl")
 MOST_ZYGOTES = 5
 
 _CHECKOUT = str(Path(__file__).parents[1])
@@ -101,7 +101,7 @@ class Program(NamedTuple):
     def starts_programs(self) -> bool:
         """Tell whether it is a launcher."""
         if self.is_module:
-            return self.words[0].startswith(("meshwright.commands.", "torch.distributed.run"))
+            return self.words[0] == "meshwright" or self.words[0].startswith(("meshwright.commands.", "torch.distributed.run"))
         return Path(self.words[0]).name in LAUNCHERS
 
 
