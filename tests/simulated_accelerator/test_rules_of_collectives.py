@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import PartialState
+from tests import warm
 from tests.simulated_accelerator import run_on_a_simulated_accelerator
 from tests.simulated_accelerator.build import compiled, extension, why_not
 from tests.simulated_accelerator.faults import delays
@@ -187,10 +188,10 @@ def in_trouble() -> dict[str, Any]:
 
     second, last = pair.ones(), pair.ones()
     dist.all_reduce(second, group=other)  # on the current stream
+    dist.all_reduce(last, group=third)
     blocked = in_thread(torch.accelerator.synchronize)
     blocked.join(0.5)
     found["blocked by a lost peer"] = blocked.is_alive()
-    dist.all_reduce(last, group=third)
     serial = in_thread(pair.backend(other).abort)
     serial.join(0.5)
     found["one abort waits for the other group"] = serial.is_alive()
@@ -257,6 +258,7 @@ def test_aborts_of_several_groups_belong_together_on_simulated_accelerators() ->
 
 SCRIPT = """
 import os, sys, threading, time
+os.environ.update(VARIABLES)
 from datetime import timedelta
 from tests.simulated_accelerator import register, use_rules
 register()
@@ -268,7 +270,7 @@ use_rules("nccl", **OPTIONS)
 torch.gpu.set_device(rank)
 store = dist.FileStore(sys.argv[1], 2)
 
-def join(timeout=60):
+def join():
     limit = timedelta(seconds=60)
     dist.init_process_group("cpu:gloo,gpu:simulated", store=store, rank=rank, world_size=2, timeout=limit)
     global backend
@@ -280,7 +282,7 @@ def open_world(timeout=60):
     dist.all_reduce(value)
     torch.accelerator.synchronize()
     dist.barrier()
-    backend._set_default_timeout(timedelta(seconds=timeout))  # of later works
+    backend.set_timeout(timedelta(seconds=timeout))  # of later works
     return value
 
 def lasts(call, seconds=1.0):
@@ -302,13 +304,14 @@ def run_pair(tmp_path: Path, body: str, *, options: str = "{}", **variables: str
         pytest.skip(reason)
     compiled()
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("BODY", textwrap.dedent(body)).replace("OPTIONS", options))
+    text = SCRIPT.replace("BODY", textwrap.dedent(body)).replace("OPTIONS", options)
+    script.write_text(text.replace("VARIABLES", repr(variables)))
     here = str(Path(__file__).parents[2])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": here} | variables
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
     command = [sys.executable, str(script), str(tmp_path / "store")]
     begun = time.monotonic()
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             command,
             env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -478,7 +481,7 @@ def test_blocking_waits_raise_and_nothing_ends_the_process_on_simulated_accelera
 
 BEGINNING = """
     value = join()
-    backend._set_default_timeout(timedelta(seconds=1))
+    backend.set_timeout(timedelta(seconds=1))
     recorded = lambda: len(extension().recorded_entries(False, False))
     def first():
         try:
@@ -648,6 +651,10 @@ def test_what_nccl_does_not_carry_is_refused_on_simulated_accelerators() -> None
 
 
 def on_one_device() -> str:
+    os.environ |= {
+        "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "1",
+    }  # the other rank waits
     Pair()
     torch.gpu.set_device(0)
     return error_of(lambda: dist.all_reduce(torch.ones(2, device="gpu:0"), group=dist.new_group(backend="simulated")))
@@ -686,6 +693,7 @@ def default_settings() -> dict[str, int]:
 def with_timeouts() -> dict[str, Any]:
     pair, found = Pair(), {}
     of_device = dist.new_group(backend="simulated")
+    dist.all_reduce(pair.ones(), group=of_device)  # connects
     if pair.rank == 0:
         options = dist.BarrierOptions()
         options.timeout = timedelta(milliseconds=50)
@@ -736,7 +744,7 @@ def recorded() -> list[dict[str, Any]]:
 
 @shows(94, 95)
 def test_the_recorder_does_not_know_what_has_started_on_simulated_accelerators() -> None:
-    first, _ = run_on_a_simulated_accelerator(recorded, world_size=2)
+    first, _ = run_on_a_simulated_accelerator(recorded, world_size=2, in_new_processes=True)
     assert [entry["state"] for entry in first] == ["completed", "scheduled"]
     assert [entry["collective_seq_id"] for entry in first] == [1, 2]
 
