@@ -22,6 +22,7 @@ cannot be seen by another process.
 from .device_module import NAME, device_module
 from .faults import set_delays, synchronization_removed
 from .registration import register
+from .rules import use_rules
 from .running import on_a_simulated_accelerator, run_on_a_simulated_accelerator
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "run_on_a_simulated_accelerator",
     "set_delays",
     "synchronization_removed",
+    "use_rules",
 ]

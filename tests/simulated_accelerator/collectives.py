@@ -40,4 +40,8 @@ def _dump_of_host(dump: Callable[..., bytes], **options: bool) -> bytes:
 
 def _new_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)  # type: ignore[attr-defined]
-    return extension().collectives(host)
+    try:
+        own: Any = store.clone()  # another connection, for the threads of streams
+    except (AttributeError, NotImplementedError, RuntimeError):
+        own = store
+    return extension().Collectives(host, dist.PrefixStore("rules", own), timeout.total_seconds())  # type: ignore[attr-defined]

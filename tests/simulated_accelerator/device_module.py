@@ -6,7 +6,7 @@ import os
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class DeviceModule(types.ModuleType):
 
     def synchronize(self, device: Device = None) -> None:
         self.calls["synchronize"] += 1
-        extension().synchronize(index_of(device))
+        torch.accelerator.synchronize(torch.device(NAME, index_of(device)))
 
     def current_stream(self, device: Device = None) -> torch.Stream:
         return torch.accelerator.current_stream(torch.device(NAME, index_of(device)))
@@ -126,6 +126,26 @@ class DeviceModule(types.ModuleType):
         finally:
             self.set_stream(before)
             self.set_device(device_before)
+
+    # Captures
+
+    @contextmanager
+    def graph(self, capture_error_mode: str = "global") -> Iterator[None]:
+        """Capture what this thread does inside the block, as `torch.cuda.graph`: see the note in `streams.h`."""
+        self.synchronize()
+        self.empty_cache()
+        torch.accelerator.empty_host_cache()
+        extension().begin_capture(capture_error_mode)
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                extension().end_capture()
+            raise
+        extension().end_capture()
+
+    def is_current_stream_capturing(self) -> bool:
+        return bool(extension().is_capturing())
 
     # Generators
 

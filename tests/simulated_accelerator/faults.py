@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .build import extension
 from .device_module import device_module
+from .rules import RULES_VARIABLE, use_rules
 
 DEFAULT_DELAYS = {"copy_bytes_per_second": 4e9, "copy_latency": 50e-6, "kernel_time": 50e-6}
 
@@ -107,6 +109,11 @@ def kernels_when_called() -> Iterator[None]:
 def reset_faults() -> None:
     """Be as new."""
     extension().forget_errors()
+    extension().forget_counts()
+    extension().set_query_time(0.0)
+    extension().set_queries_break_local_captures(False)
+    extension().set_thread_is_relaxed(False)
+    use_rules(os.environ.get(RULES_VARIABLE, ""))
     extension().set_waits_are_dropped(False)
     extension().set_failures_are_silent(False)
     extension().refuse_float64(False)

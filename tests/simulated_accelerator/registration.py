@@ -12,6 +12,7 @@ from .build import extension
 from .collectives import register_collectives
 from .device_module import NAME, NO_LIMIT, device_module
 from .faults import reset_faults
+from .rules import vendor
 
 DEVICES_VARIABLE = "SIMULATED_ACCELERATOR_DEVICES"
 """How many devices there are: 2 to 8."""
@@ -48,7 +49,7 @@ def reset(devices: int = 2) -> None:
 def _finish() -> None:
     """Let the devices finish: their threads must not run while the interpreter is taken down."""
     if not device_module._is_in_bad_fork():
-        if extension().failures_are_silent():
+        if extension().failures_are_silent() or vendor():
             extension().interrupt_collectives()  # nothing else would end them
         for index in device_module.contexts():
             extension().synchronize(index)

@@ -209,3 +209,13 @@ def test_gloos_own_recorder_tells_what_is_outstanding_and_who_started_it() -> No
     else:
         dist.distributed_c10d._get_default_store().wait(["seen"])
         dist.all_reduce(torch.ones(5))
+
+
+def test_the_recorder_of_xpus_is_read_with_a_stand_in_for_xccls_recorder(
+    nccl: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(c10d, "_dump_xccl_trace", recorder, raising=False)  # of a torch that was built with xccl
+    recorder.add("all_reduce", 3)
+    recorder.entries[0]["profiling_name"] = "xccl:all_reduce"
+    assert waiting_observer().report().outstanding == "0:3"

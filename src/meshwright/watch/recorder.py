@@ -1,4 +1,4 @@
-"""Read torch's flight recorders: NCCL's, and gloo's."""
+"""Read torch's flight recorders: those of NCCL, of XCCL (XPU), and of gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors.callers import is_user_file
 from .place import COLLECTIVE, Place, place_of_call
 
-_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+_RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")
 _NAMES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
 """What NCCL's recorder calls an operation -> what torch.distributed calls it."""
 

@@ -25,13 +25,20 @@ STEP_OF_FLIP = 12  # in mode "flip" the last rank has a wrong bit from then on; 
 folder, num_steps, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 num_processes, shards = int(os.environ.get("WORLD_SIZE", "1")), int(sys.argv[4]) if len(sys.argv) > 4 else 1
 name = f"{os.environ.get('RANK', '0')}_{os.environ.get('MESHWRIGHT_INCARNATION', '0')}"
+on_devices = "SIMULATED_ACCELERATOR_RULES" in os.environ
+if on_devices:
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from tests.simulated_accelerator import register
+
+    register()
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # the launcher does not know the device
 is_last = name == f"{int(os.environ.get('WORLD_SIZE', '0')) - 1}_0"
 (folder / f"pid_{name}").write_text(str(os.getpid()))
 torch.manual_seed(0)
 torch.set_num_threads(1)
 
 accelerator = Accelerator(
-    cpu=True,
+    cpu=not on_devices,
     gradient_accumulation_steps=2 if mode == "items" else 1,
     dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=3),
     log_with="jsonl",
@@ -116,6 +123,6 @@ with open(folder / f"samples_{name}", "w", buffering=1) as record:
         epoch += 1
 
 parameters = [param.full_tensor() if shards > 1 else param for param in model.parameters()]
-end = {"parameters": torch.nn.utils.parameters_to_vector(parameters).detach(), "lr": scheduler.get_last_lr()}
+end = {"parameters": torch.nn.utils.parameters_to_vector(parameters).detach().cpu(), "lr": scheduler.get_last_lr()}
 torch.save(end, folder / f"end_{name}")
 accelerator.end_training()

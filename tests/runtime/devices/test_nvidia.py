@@ -76,7 +76,9 @@ def test_a_process_that_joins_a_group_avoids_the_fault_of_recorded_machines(
         assert (os.environ.get("NCCL_P2P_DISABLE"), os.environ.get("NCCL_IB_DISABLE")) == expected
 
 
-@pytest.mark.parametrize(("chosen", "expected", "warns"), [(None, "0", False), ("2", "2", False), ("3", "0", True)])
+@pytest.mark.parametrize(
+    ("chosen", "expected", "warns"), [(None, "0", False), ("1", "0", False), ("2", "2", False), ("3", "0", True)]
+)
 def test_nccl_is_told_not_to_end_a_process_that_survives(chosen: str | None, expected: str, warns: bool) -> None:
     names = ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "USE_COMM_NONBLOCKING", "NONBLOCKING_TIMEOUT")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,11 +1,14 @@
 #include "collectives.h"
 
 #include "kernels.h"
+#include "memory.h"
 #include "recorder.h"
+#include "rulebook.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <set>
@@ -21,11 +24,18 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class CollectiveWork final : public c10d::Work {
  public:
-  CollectiveWork(int rank, c10d::OpType type, c10::Stream stream, Tensors outputs, Tensors inputs, bool host_waits)
-      : c10d::Work(rank, type), stream_(stream), outputs_(std::move(outputs)), host_waits_(host_waits) {
+  CollectiveWork(
+      int rank, c10d::OpType type, c10::Stream stream, Tensors outputs, Tensors inputs, bool host_waits, MomentPtr end,
+      CommunicatorPtr communicator, FlightPtr flight)
+      : c10d::Work(rank, type),
+        stream_(stream),
+        outputs_(std::move(outputs)),
+        end_(std::move(end)),
+        host_waits_(host_waits),
+        communicator_(std::move(communicator)),
+        flight_(std::move(flight)) {
     kept_ = outputs_;
     kept_.insert(kept_.end(), inputs.begin(), inputs.end());
-    end_ = queue_of(stream)->record();
     future_ = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream.device()});
     const auto before = exchange_stream(stream); // the future remembers where its value is ready
@@ -34,21 +44,25 @@ class CollectiveWork final : public c10d::Work {
   }
 
   bool isCompleted() override {
-    return end_->has_passed();
+    return communicator_ ? communicator_->is_completed(flight_) : end_->has_passed();
   }
   bool isSuccess() const override {
+    TORCH_CHECK(!communicator_, "WorkNCCL::isSuccess() is deprecated");
     return end_->has_passed();
   }
   std::exception_ptr exception() const override {
-    return nullptr;
+    return flight_ ? flight_->error : nullptr;
   }
   // Let the current stream wait, as NCCL's work does; the host goes on.
   void synchronize() override {
     current_queue(stream_.device_index())->wait_for(end_);
     kept_.clear(); // freed memory is now ordered after the collective
   }
-  bool wait(std::chrono::milliseconds = kNoTimeout) override {
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     synchronize();
+    if (communicator_) {
+      communicator_->wait(flight_, timeout);
+    }
     if (host_waits_) {
       WithoutGil released;
       end_->wait();
@@ -72,6 +86,8 @@ class CollectiveWork final : public c10d::Work {
   MomentPtr end_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   const bool host_waits_;
+  const CommunicatorPtr communicator_; // under the rules of a vendor
+  const FlightPtr flight_;
 };
 
 // --- Reductions that the host's backend does not have
@@ -218,8 +234,10 @@ InterruptionPtr new_interruption() {
 
 // Execute a collective. One whose peer is lost fails, or stays until it is interrupted, as NCCL's do in one machine.
 // An interrupted one ends without a result, and the stream goes on.
-void execute(Interruption& interruption, Recorded& entry, const std::function<void()>& collective) {
-  entry.progress = Progress::kStarted;
+void execute(Interruption& interruption, Recorded& entry, const std::function<void()>& collective, bool shows_start) {
+  if (shows_start) {
+    entry.progress = Progress::kStarted;
+  }
   the_interruption = &interruption;
   std::exception_ptr error;
   try {
@@ -237,6 +255,34 @@ void execute(Interruption& interruption, Recorded& entry, const std::function<vo
   if (error) {
     std::rethrow_exception(error);
   }
+}
+
+// Execute one under the rules of a vendor: it never fails by itself, and what an aborted one leaves is poison.
+void execute_by_the_rules(
+    Interruption& interruption, Communicator& communicator, Recorded& entry, const std::function<void()>& collective,
+    const Tensors& outputs, bool shows_start) {
+  if (shows_start) {
+    entry.progress = Progress::kStarted;
+  }
+  the_interruption = &interruption;
+  try {
+    try {
+      interruption.check();
+      collective();
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const std::exception& error) {
+      communicator.lose_peer(error.what());
+      interruption.wait_until_requested();
+      throw Interrupted();
+    }
+  } catch (const Interrupted&) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (const auto& view : outputs) {
+      poison(view);
+    }
+  }
+  entry.progress = Progress::kCompleted;
 }
 
 // --- Names
@@ -286,10 +332,20 @@ enum Lane : int { kCollectives = 0, kSend = 1, kReceive = 2 };
 
 class Collectives final : public c10d::Backend {
  public:
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> host)
-      : c10d::Backend(host->getRank(), host->getSize()), host_(std::move(host)), interruption_(new_interruption()) {}
+  Collectives(c10::intrusive_ptr<c10d::Backend> host, c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout)
+      : c10d::Backend(host->getRank(), host->getSize()), host_(std::move(host)), interruption_(new_interruption()) {
+    if (rules().vendor != Vendor::kNone) {
+      communicator_ = std::make_shared<Communicator>(
+          rank_, size_, std::move(store), timeout, [interruption = interruption_] { interruption->request(); });
+      communicator_->start();
+      host_->setTimeout(std::chrono::hours(20 * 24)); // NCCL's kernels do not time out: its watchdog ends them
+    }
+  }
 
   ~Collectives() override {
+    if (communicator_) {
+      communicator_->let_go();
+    }
     for (const auto& [key, stream] : streams_) {
       release_stream(stream);
     }
@@ -299,7 +355,10 @@ class Collectives final : public c10d::Backend {
     return "simulated";
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
-    host_->setTimeout(timeout);
+    communicator_ ? communicator_->set_timeout(timeout) : host_->setTimeout(timeout);
+  }
+  c10d::ErrorType getError() override {
+    return communicator_ ? communicator_->error() : c10d::ErrorType::SUCCESS;
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
@@ -307,20 +366,25 @@ class Collectives final : public c10d::Backend {
   }
   // End the waits for other processes. The host's backend stays until the process ends: its threads may never return.
   void abort() override {
-    interruption_->request();
     if (!is_kept_.exchange(true)) {
       new c10::intrusive_ptr<c10d::Backend>(host_);
+    }
+    communicator_ ? communicator_->abort() : interruption_->request();
+  }
+  void shutdown() override {
+    if (communicator_) {
+      communicator_->shutdown();
     }
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return start(c10d::OpType::BROADCAST, tensors, {}, [options](auto& host, auto& out, auto&) {
+    return start(Call{options.asyncOp}, c10d::OpType::BROADCAST, tensors, {}, [options](auto& host, auto& out, auto&) {
       finish(host.broadcast(out, options));
     });
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return start(c10d::OpType::ALLREDUCE, tensors, {}, [options, size = size_](auto& host, auto& out, auto&) {
+    return start(Call{options.asyncOp, &options.reduceOp}, c10d::OpType::ALLREDUCE, tensors, {}, [options, size = size_](auto& host, auto& out, auto&) {
       const Reduction reduction(options.reduceOp);
       reduction.before(out);
       for (auto& tensor : out) {
@@ -338,7 +402,7 @@ class Collectives final : public c10d::Backend {
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return start(c10d::OpType::REDUCE, tensors, {}, [options, size = size_](auto& host, auto& out, auto&) {
+    return start(Call{options.asyncOp, &options.reduceOp}, c10d::OpType::REDUCE, tensors, {}, [options, size = size_](auto& host, auto& out, auto&) {
       const Reduction reduction(options.reduceOp);
       auto simple = options;
       simple.reduceOp = reduction.op;
@@ -349,21 +413,22 @@ class Collectives final : public c10d::Backend {
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return start(c10d::OpType::ALLGATHER, outputs.at(0), inputs, [options](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::ALLGATHER, outputs.at(0), inputs, [options](auto& host, auto& out, auto& in) {
       std::vector<Tensors> lists{out};
       finish(host.allgather(lists, in, options));
     });
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return start(c10d::OpType::_ALLGATHER_BASE, {output}, {input}, [options](auto& host, auto& out, auto& in) {
+    check_sizes(output, input, "output tensor size must be equal to world_size times input tensor size");
+    return start(Call{options.asyncOp}, c10d::OpType::_ALLGATHER_BASE, {output}, {input}, [options](auto& host, auto& out, auto& in) {
       finish(host._allgather_base(out[0], in[0], options));
     });
   }
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options)
       override {
-    return start(c10d::OpType::_ALLGATHER_BASE, outputs, inputs, [options](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::_ALLGATHER_BASE, outputs, inputs, [options](auto& host, auto& out, auto& in) {
       for (size_t i = 0; i < in.size(); ++i) {
         finish(host._allgather_base(out[i], in[i], options));
       }
@@ -372,7 +437,7 @@ class Collectives final : public c10d::Backend {
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     const Tensors all = outputs.empty() ? Tensors{} : outputs[0];
-    return start(c10d::OpType::GATHER, all, inputs, [options](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::GATHER, all, inputs, [options](auto& host, auto& out, auto& in) {
       std::vector<Tensors> lists;
       if (!out.empty()) {
         lists.push_back(out);
@@ -383,7 +448,7 @@ class Collectives final : public c10d::Backend {
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     const Tensors all = inputs.empty() ? Tensors{} : inputs[0];
-    return start(c10d::OpType::SCATTER, outputs, all, [options](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::SCATTER, outputs, all, [options](auto& host, auto& out, auto& in) {
       std::vector<Tensors> lists;
       if (!in.empty()) {
         lists.push_back(in);
@@ -394,7 +459,7 @@ class Collectives final : public c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options)
       override {
-    return start(c10d::OpType::REDUCE_SCATTER, outputs, inputs.at(0), [options, rank = rank_, size = size_](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp, &options.reduceOp}, c10d::OpType::REDUCE_SCATTER, outputs, inputs.at(0), [options, rank = rank_, size = size_](auto& host, auto& out, auto& in) {
       reduce_all(host, in, options.reduceOp, size);
       out[0].copy_(in[rank]);
     });
@@ -402,13 +467,14 @@ class Collectives final : public c10d::Backend {
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options)
       override {
+    check_sizes(input, output, "input tensor must be the same size as output size times world size");
     Tensors outputs{output}, inputs{input};
     return reduce_scatter_tensor_coalesced(outputs, inputs, options);
   }
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options)
       override {
-    return start(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, inputs, [options, size = size_](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp, &options.reduceOp}, c10d::OpType::_REDUCE_SCATTER_BASE, outputs, inputs, [options, size = size_](auto& host, auto& out, auto& in) {
       const Reduction reduction(options.reduceOp);
       auto simple = options;
       simple.reduceOp = reduction.op;
@@ -426,14 +492,14 @@ class Collectives final : public c10d::Backend {
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    return start(c10d::OpType::ALLTOALL_BASE, {output}, {input}, [=](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::ALLTOALL_BASE, {output}, {input}, [=](auto& host, auto& out, auto& in) {
       auto sizes_out = output_sizes, sizes_in = input_sizes;
       finish(host.alltoall_base(out[0], in[0], sizes_out, sizes_in, options));
     });
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return start(c10d::OpType::ALLTOALL, outputs, inputs, [options](auto& host, auto& out, auto& in) {
+    return start(Call{options.asyncOp}, c10d::OpType::ALLTOALL, outputs, inputs, [options](auto& host, auto& out, auto& in) {
       Tensors flat_in, flat_out;
       std::vector<int64_t> sizes_in, sizes_out;
       for (const auto& tensor : in) {
@@ -454,36 +520,55 @@ class Collectives final : public c10d::Backend {
     });
   }
 
-  WorkPtr send(Tensors& tensors, int target, int tag) override {
-    return start(c10d::OpType::SEND, {}, tensors, [target, tag](auto& host, auto&, auto& in) {
+  WorkPtr send(Tensors& tensors, int target, int given_tag) override {
+    const int tag = communicator_ ? 0 : given_tag;
+    return start(Call{}, c10d::OpType::SEND, {}, tensors, [target, tag](auto& host, auto&, auto& in) {
       finish_message(host.send(in, target, tag));
     }, kSend, target);
   }
 
-  WorkPtr recv(Tensors& tensors, int source, int tag) override {
-    return start(c10d::OpType::RECV, tensors, {}, [source, tag](auto& host, auto& out, auto&) {
+  WorkPtr recv(Tensors& tensors, int source, int given_tag) override {
+    const int tag = communicator_ ? 0 : given_tag;
+    return start(Call{}, c10d::OpType::RECV, tensors, {}, [source, tag](auto& host, auto& out, auto&) {
       finish_message(host.recv(out, source, tag));
     }, kReceive, source);
   }
 
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    return start(c10d::OpType::RECVANYSOURCE, tensors, {}, [tag](auto& host, auto& out, auto&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!communicator_, "ProcessGroupNCCL does not support recvAnysource");
+    return start(Call{}, c10d::OpType::RECVANYSOURCE, tensors, {}, [tag](auto& host, auto& out, auto&) {
       finish_message(host.recvAnysource(out, tag));
     }, kReceive, -1);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     c10d::BarrierOptions simple;
-    simple.timeout = options.timeout;
+    if (!communicator_) { // NCCL ignores those of single calls
+      simple.timeout = options.timeout;
+    }
     const auto device = options.device && options.device->type() == kType && options.device->has_index()
         ? options.device->index()
         : options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
-    return start_on(device, c10d::OpType::BARRIER, {}, {}, [simple](auto& host, auto&, auto&) {
+    const auto before = current_queue(device);
+    auto work = start_on(Call{options.asyncOp}, device, c10d::OpType::BARRIER, {}, {}, [simple](auto& host, auto&, auto&) {
       finish(host.barrier(simple));
     }, kCollectives, 0);
+    if (!work) {
+      const auto reached = before->record();
+      WithoutGil released;
+      reached->wait();
+    }
+    return work;
   }
 
  private:
+  void check_sizes(const at::Tensor& whole, const at::Tensor& part, const char* text) const {
+    if (communicator_) {
+      TORCH_CHECK_TYPE(whole.scalar_type() == part.scalar_type(), "the tensors must have the same type");
+      TORCH_CHECK_VALUE(whole.numel() == part.numel() * size_, text);
+    }
+  }
+
   static void reduce_all(c10d::Backend& host, Tensors& tensors, const c10d::ReduceOp& op, int size) {
     const Reduction reduction(op);
     c10d::AllreduceOptions options;
@@ -496,20 +581,39 @@ class Collectives final : public c10d::Backend {
     reduction.after(tensors, size);
   }
 
-  WorkPtr start(c10d::OpType type, Tensors outputs, Tensors inputs, Body body, Lane lane = kCollectives, int peer = 0) {
+  // How a collective was called.
+  struct Call {
+    bool is_async = true;
+    const c10d::ReduceOp* op = nullptr;
+  };
+
+  WorkPtr start(Call call, c10d::OpType type, Tensors outputs, Tensors inputs, Body body, Lane lane = kCollectives, int peer = 0) {
     const auto& first = outputs.empty() ? inputs.at(0) : outputs[0];
-    return start_on(first.device().index(), type, std::move(outputs), std::move(inputs), std::move(body), lane, peer);
+    return start_on(call, first.device().index(), type, std::move(outputs), std::move(inputs), std::move(body), lane, peer);
   }
 
+  // Under the rules one that is not asynchronous runs on the current stream, and gives no work.
   WorkPtr start_on(
-      int device, c10d::OpType type, Tensors outputs, Tensors inputs, Body body, Lane lane, int peer) {
+      Call call, int device, c10d::OpType type, Tensors outputs, Tensors inputs, Body body, Lane lane, int peer) {
     at::AutoDispatchBelowADInplaceOrView below;
     for (const auto* tensors : {&outputs, &inputs}) {
       for (const auto& tensor : *tensors) {
         TORCH_CHECK(is_on_device(tensor) && tensor.device().index() == device, "tensors of one collective must be on one device");
       }
     }
-    const auto stream = stream_of(device, lane, peer);
+    std::shared_ptr<Turn> turn;
+    std::string signature;
+    if (communicator_) {
+      check_types(communicator_->vendor(), outputs, call.op);
+      check_types(communicator_->vendor(), inputs, call.op);
+      communicator_->enter(device, name_of(type, rank_, peer));
+      if (lane == kCollectives) {
+        turn = std::make_shared<Turn>(device);
+        signature = signature_of(type, outputs, inputs);
+      }
+    }
+    const bool is_sync = communicator_ && !call.is_async && lane == kCollectives;
+    const auto stream = is_sync ? current_stream(device) : stream_of(device, lane, peer);
     const auto queue = queue_of(stream);
     queue->wait_for(current_queue(device)->record());
     Tensors out_views, in_views;
@@ -522,8 +626,21 @@ class Collectives final : public c10d::Backend {
       in_views.push_back(host_view(tensor));
       num_bytes += tensor.nbytes();
     }
-    auto collective = [host = host_, out_views, in_views, body = std::move(body), pause = pause_of_copy(num_bytes)] {
+    auto entry = new_record(type, outputs, inputs, lane, peer);
+    const uint64_t number = entry->collective_number;
+    auto collective = [host = host_, out_views, in_views, body = std::move(body), pause = pause_of_copy(num_bytes),
+                       communicator = communicator_, interruption = interruption_, turn, number, signature] {
       at::AutoDispatchBelowADInplaceOrView inner;
+      if (turn) {
+        while (!turn->has_come()) {
+          interruption->check();
+          std::this_thread::sleep_for(std::chrono::microseconds(200));
+        }
+        if (!communicator->agrees(number, signature)) { // the ranks called different collectives: nobody says so
+          interruption->wait_until_requested();
+          interruption->check();
+        }
+      }
       sleep_for(pause.before_reading);
       Tensors hidden_out, hidden_in;
       for (const auto& view : out_views) {
@@ -541,11 +658,38 @@ class Collectives final : public c10d::Backend {
         write(out_views[i], hidden_out[i]);
       }
     };
-    queue->add([entry = new_record(type, outputs, inputs, lane, peer), interruption = interruption_, collective = std::move(collective)] {
-      execute(*interruption, *entry, collective);
-    });
+    if (!communicator_) {
+      queue->add([entry, interruption = interruption_, collective = std::move(collective)] {
+        execute(*interruption, *entry, collective, true);
+      });
+    } else {
+      queue->add([entry, interruption = interruption_, communicator = communicator_, out_views, turn,
+                  collective = std::move(collective), shows_start = setting("ENABLE_TIMING") != 0] {
+        execute_by_the_rules(*interruption, *communicator, *entry, collective, out_views, shows_start);
+      });
+      turn.reset(); // the work holds it until it has ended
+    }
+    auto end = queue->record();
+    const auto flight = communicator_ ? communicator_->launch(entry->name, end) : nullptr;
+    if (is_sync) {
+      return nullptr;
+    }
     const bool host_waits = type == c10d::OpType::BARRIER;
-    return c10::make_intrusive<CollectiveWork>(rank_, type, stream, std::move(outputs), std::move(inputs), host_waits);
+    return c10::make_intrusive<CollectiveWork>(
+        rank_, type, stream, std::move(outputs), std::move(inputs), host_waits, end, communicator_, flight);
+  }
+
+  // What all ranks must have in common.
+  std::string signature_of(c10d::OpType type, const Tensors& outputs, const Tensors& inputs) const {
+    auto found = name_of(type, rank_, 0);
+    const bool has_equal_sizes = type == c10d::OpType::ALLREDUCE || type == c10d::OpType::BROADCAST ||
+        type == c10d::OpType::_ALLGATHER_BASE || type == c10d::OpType::_REDUCE_SCATTER_BASE;
+    if (has_equal_sizes) {
+      for (const auto& tensor : outputs) {
+        found += c10::str(" ", tensor.scalar_type(), " ", tensor.numel());
+      }
+    }
+    return found;
   }
 
   RecordedPtr new_record(c10d::OpType type, const Tensors& outputs, const Tensors& inputs, Lane lane, int peer) {
@@ -577,6 +721,7 @@ class Collectives final : public c10d::Backend {
   std::mutex mutex_;
   std::map<std::tuple<int, Lane, int>, c10::Stream> streams_;
   InterruptionPtr interruption_;
+  CommunicatorPtr communicator_; // under the rules of a vendor
   std::atomic<bool> is_kept_{false};
   std::atomic<uint64_t> collectives_{0}; // how many were started, without messages
   std::atomic<uint64_t> messages_{0};
@@ -601,8 +746,16 @@ void interrupt_collectives() {
   }
 }
 
-c10::intrusive_ptr<c10d::Backend> collectives_over(const c10::intrusive_ptr<c10d::Backend>& host) {
-  return c10::make_intrusive<Collectives>(host);
+void bind_collectives(pybind11::module_& module) {
+  namespace py = pybind11;
+  py::class_<Collectives, c10d::Backend, c10::intrusive_ptr<Collectives>>(module, "Collectives")
+      .def(
+          py::init([](const c10::intrusive_ptr<c10d::Backend>& host, const c10::intrusive_ptr<c10d::Store>& store, double timeout) {
+            return c10::make_intrusive<Collectives>(host, store, std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout)));
+          }))
+      .def("get_error", &Collectives::getError)
+      .def("_group_start", [](Collectives&) { Communicator::start_group(); })
+      .def("_group_end", [](Collectives&) { Communicator::end_group(); });
 }
 
 } // namespace simulated

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 namespace simulated {
 
-// Return a backend of the device's type whose ranks talk to each other through another backend, of the host's.
-c10::intrusive_ptr<c10d::Backend> collectives_over(const c10::intrusive_ptr<c10d::Backend>& host);
+// Let Python make a backend of the device's type whose ranks talk to each other through another backend, of the host's.
+void bind_collectives(pybind11::module_& module);
 
 // Let a collective that loses a peer never complete, instead of failing.
 void set_failures_are_silent(bool silent);

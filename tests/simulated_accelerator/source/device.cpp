@@ -25,6 +25,7 @@ int index_of(c10::Device device) {
 struct Event {
   MomentPtr moment;
   int device;
+  bool is_captured = false;
 };
 
 // --- Current device and stream
@@ -71,13 +72,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return exchange_stream(stream);
   }
   bool queryStream(const c10::Stream& stream) const override {
+    check_call("cudaStreamQuery");
+    count_call("cudaStreamQuery");
     return queue_of(stream)->is_idle();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     open_context(stream.device_index());
+    check_call("cudaStreamSynchronize");
+    count_call("sync");
     queue_of(stream)->synchronize();
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    check_call("cudaDeviceSynchronize");
+    count_call("sync");
     synchronize_device(device < 0 ? current_device() : device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
@@ -91,6 +98,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* recorded = static_cast<Event*>(*event);
     recorded->device = stream.device_index();
     recorded->moment = queue_of(stream)->record();
+    recorded->is_captured = is_capturing();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
@@ -98,10 +106,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    if (event != nullptr) {
+      if (static_cast<Event*>(event)->is_captured) {
+        query_of_captured_event();
+      }
+      check_call("cudaEventQuery");
+      count_call("cudaEventQuery");
+    }
     return event == nullptr || static_cast<Event*>(event)->moment->has_passed();
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
+      if (static_cast<Event*>(event)->is_captured) {
+        query_of_captured_event();
+      }
+      check_call("cudaEventSynchronize");
+      count_call("sync");
       WithoutGil released;
       static_cast<Event*>(event)->moment->wait();
     }

@@ -17,6 +17,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <set>
 
 namespace simulated {
 
@@ -340,6 +341,28 @@ void compute_later(Call call, int device, torch::jit::Stack* stack) {
   });
 }
 
+// Count a kernel, or what waits for the device: its result is a number of the host, or has a size that depends on values.
+void note_call(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  static const auto* const waiting = new std::set<std::string>{
+      "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+      "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave"};
+  const auto& name = op.schema().name();
+  bool waits = waiting->count(name) > 0;
+  if (takes_host_indices(name)) {
+    for_each_tensor(arguments[1], [&](const at::Tensor& index) {
+      waits = waits || (index.defined() && is_on_device(index) && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte));
+    });
+  }
+  if (waits) {
+    check_call(name.c_str());
+    count_call("sync");
+    count_call("sync of " + name);
+  } else {
+    count_call("kernel");
+    count_call("kernel " + name);
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto& schema = op.schema();
@@ -351,6 +374,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   const int device = common_device(op, arguments);
   const OnDevice guard(device);
   const bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  note_call(op, arguments);
   auto call = prepare(op, arguments, device);
   const std::vector<c10::IValue> kept(arguments.begin(), arguments.end());
   torch::jit::drop(*stack, schema.arguments().size());

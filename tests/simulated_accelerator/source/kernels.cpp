@@ -213,6 +213,11 @@ void copy_on(
 }
 
 void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  const bool is_late = non_blocking && is_pinned(source.const_data_ptr());
+  count_call(is_late ? "copy to device" : non_blocking ? "staged copy to device" : "blocking copy to device");
+  if (!non_blocking) {
+    check_call("cudaStreamSynchronize");
+  }
   const auto queue = current_queue(target.device().index());
   if (!non_blocking) {
     copy_on(queue, source, host_view(target), true);
@@ -227,6 +232,10 @@ void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non
 void copy_to_host(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const auto queue = current_queue(source.device().index());
   const bool is_late = non_blocking && is_pinned(target.const_data_ptr());
+  count_call(is_late ? "copy to host" : "blocking copy to host");
+  if (!is_late) {
+    check_call("cudaStreamSynchronize");
+  }
   copy_on(queue, host_view(source), target, true);
   if (!is_late) {
     queue->synchronize();
@@ -234,6 +243,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& target, bool non_b
 }
 
 void copy_between(const at::Tensor& source, const at::Tensor& target, bool) {
+  count_call("kernel");
   const auto from = current_queue(source.device().index()), to = current_queue(target.device().index());
   if (source.device() == target.device()) {
     copy_on(to, host_view(source), host_view(target), !share_storage(source, target));

@@ -1,6 +1,8 @@
 #include "memory.h"
 
+#include <c10/core/AllocatorConfig.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -42,6 +44,7 @@ struct Pool {
 struct Memory {
   std::mutex mutex;
   size_t limit = kNoLimit;
+  size_t outside = 0; // what libraries have taken
   std::map<c10::StreamId, Pool> pools;
   std::vector<Block*> leaving; // freed on the host, and still used by recorded streams
   std::map<const void*, Block*> live;
@@ -194,7 +197,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   static size_t reserved_bytes(Memory& memory) {
-    return memory.statistics.reserved_bytes[0].current;
+    return memory.statistics.reserved_bytes[0].current + memory.outside;
   }
 
   template <typename Function>
@@ -266,6 +269,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
           reserved_bytes(memory),
           ".");
     }
+    check_call("cudaMalloc");
     auto* block = new Block{aligned_memory(rounded), rounded, size, device, stream, {}, {}};
     std::memset(block->data, kPoison, rounded);
     std::lock_guard lock(memory.mutex);
@@ -312,9 +316,16 @@ class PlainMemory final : public c10::Allocator {
 
 // --- Pinned memory
 
+struct PinnedBlock {
+  size_t size; // as taken
+  size_t asked; // 0 while nobody holds it
+};
+
 struct Pinned {
   std::mutex mutex;
-  std::map<const char*, size_t> ranges;
+  std::map<const char*, PinnedBlock> blocks;
+  std::multimap<size_t, char*> kept;
+  PinnedStatistics statistics;
 };
 
 Pinned& pinned() {
@@ -322,25 +333,79 @@ Pinned& pinned() {
   return *instance;
 }
 
-void free_pinned(void* data) {
-  if (!in_bad_fork()) {
-    std::lock_guard lock(pinned().mutex);
-    pinned().ranges.erase(static_cast<const char*>(data));
-  }
-  std::free(data);
+size_t largest_rounded() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold();
+#else
+  return SIZE_MAX;
+#endif
 }
 
-class PinnedMemory final : public c10::Allocator {
+size_t largest_kept() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_cached_size();
+#else
+  return SIZE_MAX;
+#endif
+}
+
+size_t power_of_two_from(size_t size) {
+  size_t found = 1;
+  while (found < size) {
+    found *= 2;
+  }
+  return found;
+}
+
+void free_pinned(void* data) {
+  if (in_bad_fork()) {
+    return; // the parent's
+  }
+  std::lock_guard lock(pinned().mutex);
+  const auto found = pinned().blocks.find(static_cast<const char*>(data));
+  auto& [size, asked] = found->second;
+  pinned().statistics.asked -= asked;
+  asked = 0;
+  if (size <= largest_kept()) {
+    pinned().kept.emplace(size, static_cast<char*>(data));
+  } else {
+    pinned().statistics.taken -= size;
+    pinned().blocks.erase(found);
+    std::free(data);
+  }
+}
+
+class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) {
       return {nullptr, c10::Device(c10::DeviceType::CPU)};
     }
     open_context(current_device());
-    void* data = aligned_memory(size);
+    const bool is_rounded = size <= largest_rounded() && size <= largest_kept();
+    const size_t wanted = is_rounded ? power_of_two_from(size) : size;
+    void* data = nullptr;
+    {
+      std::lock_guard lock(pinned().mutex);
+      const auto found = pinned().kept.find(wanted);
+      if (found != pinned().kept.end()) {
+        data = found->second;
+        pinned().kept.erase(found);
+      }
+    }
+    if (data == nullptr) {
+      check_call("cudaHostAlloc");
+      data = aligned_memory(wanted);
+      std::lock_guard lock(pinned().mutex);
+      auto& statistics = pinned().statistics;
+      statistics.taken += wanted;
+      statistics.most_taken = std::max(statistics.most_taken, statistics.taken);
+      ++statistics.allocations;
+    }
     std::memset(data, kPoison, size);
     std::lock_guard lock(pinned().mutex);
-    pinned().ranges[static_cast<const char*>(data)] = size;
+    pinned().blocks[static_cast<const char*>(data)] = {wanted, size};
+    pinned().statistics.asked += size;
     return {data, data, &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -349,6 +414,17 @@ class PinnedMemory final : public c10::Allocator {
   void copy_data(void* target, const void* source, size_t size) const override {
     default_copy_data(target, source, size);
   }
+  bool record_event(void*, void*, c10::Stream) override {
+    return true; // pending copies hold the tensors that they read
+  }
+  void empty_cache() override {
+    empty_pinned_cache();
+  }
+  at::HostStats get_stats() override {
+    return {};
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 } // namespace
@@ -359,6 +435,7 @@ c10::DeviceAllocator* device_allocator() {
 }
 
 void register_allocator(bool with_statistics) {
+  at::setHostAllocator(kType, pinned_allocator());
   static auto* const plain = new PlainMemory();
   c10::Allocator* const chosen = with_statistics ? static_cast<c10::Allocator*>(device_allocator()) : plain;
   c10::SetAllocator(kType, chosen);
@@ -409,20 +486,61 @@ void resize_storage(const c10::Storage& storage, size_t num_bytes) {
   impl->set_nbytes(num_bytes);
 }
 
-c10::Allocator* pinned_allocator() {
+at::HostAllocator* pinned_allocator() {
   static auto* const instance = new PinnedMemory();
   return instance;
+}
+
+PinnedStatistics pinned_statistics() {
+  std::lock_guard lock(pinned().mutex);
+  return pinned().statistics;
+}
+
+void empty_pinned_cache() {
+  check_call("cudaFreeHost");
+  std::lock_guard lock(pinned().mutex);
+  for (const auto& [size, data] : pinned().kept) {
+    pinned().statistics.taken -= size;
+    pinned().blocks.erase(data);
+    std::free(data);
+  }
+  pinned().kept.clear();
 }
 
 bool is_pinned(const void* pointer) {
   const auto* address = static_cast<const char*>(pointer);
   std::lock_guard lock(pinned().mutex);
-  auto after = pinned().ranges.upper_bound(address);
-  if (after == pinned().ranges.begin()) {
+  auto after = pinned().blocks.upper_bound(address);
+  if (after == pinned().blocks.begin()) {
     return false;
   }
-  const auto& [start, size] = *std::prev(after);
-  return address < start + size;
+  const auto& [start, block] = *std::prev(after);
+  return address < start + block.asked;
+}
+
+bool take_outside(int device, size_t num_bytes) {
+  check_device(device);
+  auto& memory = memory_of(device);
+  std::lock_guard lock(memory.mutex);
+  if (static_cast<size_t>(memory.statistics.reserved_bytes[0].current) + memory.outside + num_bytes > memory.limit) {
+    return false;
+  }
+  memory.outside += num_bytes;
+  return true;
+}
+
+void give_back_outside(int device, size_t num_bytes) {
+  if (num_bytes > 0) {
+    auto& memory = memory_of(device);
+    std::lock_guard lock(memory.mutex);
+    memory.outside -= num_bytes;
+  }
+}
+
+size_t bytes_outside(int device) {
+  check_device(device);
+  std::lock_guard lock(memory_of(device).mutex);
+  return memory_of(device).outside;
 }
 
 } // namespace simulated

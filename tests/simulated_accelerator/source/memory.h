@@ -3,6 +3,7 @@
 
 #include "streams.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
@@ -21,7 +22,23 @@ int device_of_pointer(const void* pointer); // -1 where it is no device memory
 // Change the size of a storage in the order of the current stream's work, and keep what it held.
 void resize_storage(const c10::Storage& storage, size_t num_bytes);
 
-c10::Allocator* pinned_allocator();
+// Memory that libraries take from the device's driver: torch's allocator knows nothing of it. False where none is left.
+bool take_outside(int device, size_t num_bytes);
+void give_back_outside(int device, size_t num_bytes);
+size_t bytes_outside(int device);
+
+// Pinned memory as CUDA's allocator of the host gives it: rounded up to a power of two, and kept when it is freed.
+// torch's settings of its own allocator apply: pinned_max_round_threshold_mb and pinned_max_cached_size_mb.
+struct PinnedStatistics {
+  size_t asked = 0; // by those who hold it
+  size_t taken = 0; // from the system
+  size_t most_taken = 0;
+  uint64_t allocations = 0; // from the system
+};
+PinnedStatistics pinned_statistics();
+void empty_pinned_cache();
+
+at::HostAllocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 
 } // namespace simulated

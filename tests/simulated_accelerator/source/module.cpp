@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "recorder.h"
+#include "rulebook.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -24,7 +25,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &synchronize_device);
   m.def("default_generator", &default_generator);
   m.def("forget_errors", &forget_errors);
-  m.def("collectives", &collectives_over);
+  bind_collectives(m);
   m.def("recorded_entries", &recorded_entries);
   m.def("set_failures_are_silent", &set_failures_are_silent);
   m.def("failures_are_silent", &failures_are_silent);
@@ -34,7 +35,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_limit", &memory_limit);
   m.def("memory_info", [](int device) {
     open_context(device);
-    const auto reserved = device_allocator()->getDeviceStats(static_cast<c10::DeviceIndex>(device)).reserved_bytes[0].current;
+    const int64_t reserved = device_allocator()->getDeviceStats(static_cast<c10::DeviceIndex>(device)).reserved_bytes[0].current +
+        static_cast<int64_t>(bytes_outside(device));
     const auto total = static_cast<int64_t>(memory_limit(device));
     return std::make_pair(std::max<int64_t>(total - reserved, 0), total);
   });
@@ -46,6 +48,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak_statistics", [](int device) { device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device)); });
   m.def("empty_cache", [] { device_allocator()->emptyCache(); });
   m.def("register_allocator", &register_allocator);
+
+  m.def(
+      "set_rules",
+      [](const std::string& vendor, bool failures_are_told, bool destroy_waits, size_t bytes_of_first_use) {
+        const std::map<std::string, Vendor> known{
+            {"", Vendor::kNone}, {"nccl", Vendor::kNccl}, {"xccl", Vendor::kXccl}, {"hccl", Vendor::kHccl}};
+        rules() = {known.at(vendor), failures_are_told, destroy_waits, bytes_of_first_use};
+        Communicator::forget_first();
+      });
+  m.def("default_settings", [] { return default_settings(); });
+  m.def("bytes_outside", &bytes_outside);
+
+  m.def("begin_capture", [](const std::string& mode) {
+    const std::map<std::string, Capture> known{
+        {"global", Capture::kGlobal}, {"thread_local", Capture::kThreadLocal}, {"relaxed", Capture::kRelaxed}};
+    begin_capture(known.at(mode));
+  });
+  m.def("end_capture", &end_capture);
+  m.def("is_capturing", &is_capturing);
+  m.def("set_thread_is_relaxed", [](bool relaxed) { set_thread_mode(relaxed ? Capture::kRelaxed : Capture::kGlobal); });
+  m.def("set_queries_break_local_captures", &set_queries_break_local_captures);
+
+  m.def("counted_calls", &counted_calls);
+  m.def("forget_counts", &forget_counts);
+  m.def("set_query_time", &set_query_time);
+
+  m.def("pinned_statistics", [] {
+    const auto found = pinned_statistics();
+    return std::make_tuple(found.asked, found.taken, found.most_taken, found.allocations);
+  });
+  m.def("empty_pinned_cache", &empty_pinned_cache);
 
   m.def("refuse_float64", &refuse_float64);
   m.def("move_in_place", &move_in_place);

@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -307,6 +308,7 @@ c10::Stream default_stream(int device) {
 
 c10::Stream new_stream(int device) {
   open_context(device);
+  count_call("stream");
   std::lock_guard lock(state().mutex);
   const int64_t number = state().devices[device].next_stream++;
   return make_stream(device, 1 + number % kPoolSize);
@@ -364,6 +366,131 @@ void forget_errors() {
   for (auto& device : state().devices) {
     device.error.clear();
   }
+}
+
+// --- Captures
+
+namespace {
+
+struct Captured {
+  std::mutex mutex;
+  Capture mode = Capture::kNone;
+  std::thread::id thread;
+  bool is_invalid = false;
+  bool queries_break_local = false;
+};
+
+Captured& captured() {
+  static auto* const instance = new Captured();
+  return *instance;
+}
+
+thread_local Capture mode_of_thread = Capture::kGlobal;
+
+bool is_query(const std::string& call) {
+  return call.find("Query") != std::string::npos;
+}
+
+} // namespace
+
+void begin_capture(Capture mode) {
+  std::lock_guard lock(captured().mutex);
+  TORCH_CHECK(captured().mode == Capture::kNone, "a capture is under way");
+  captured().mode = mode;
+  captured().thread = std::this_thread::get_id();
+  captured().is_invalid = false;
+}
+
+void end_capture() {
+  std::lock_guard lock(captured().mutex);
+  TORCH_CHECK(
+      captured().thread == std::this_thread::get_id(),
+      "CUDA error: attempt to terminate a thread-local capture sequence from another thread (cudaErrorStreamCaptureWrongThread)");
+  captured().mode = Capture::kNone;
+  TORCH_CHECK(
+      !captured().is_invalid, "CUDA error: operation failed due to a previous error during capture (cudaErrorStreamCaptureInvalidated)");
+}
+
+bool is_capturing() {
+  std::lock_guard lock(captured().mutex);
+  return captured().mode != Capture::kNone && captured().thread == std::this_thread::get_id();
+}
+
+void set_thread_mode(Capture mode) {
+  mode_of_thread = mode;
+}
+
+void set_queries_break_local_captures(bool so) {
+  std::lock_guard lock(captured().mutex);
+  captured().queries_break_local = so;
+}
+
+void check_call(const char* call) {
+  std::lock_guard lock(captured().mutex);
+  const bool is_own = captured().thread == std::this_thread::get_id();
+  const bool is_rocm = captured().queries_break_local && is_query(call);
+  bool is_illegal = false;
+  if (captured().mode == Capture::kGlobal) {
+    is_illegal = is_own || mode_of_thread == Capture::kGlobal || is_rocm;
+  } else if (captured().mode == Capture::kThreadLocal) {
+    is_illegal = is_own || is_rocm;
+  }
+  if (is_illegal) {
+    captured().is_invalid = true;
+    TORCH_CHECK(
+        false, "CUDA error: operation not permitted when stream is capturing (cudaErrorStreamCaptureUnsupported): ", call);
+  }
+}
+
+void query_of_captured_event() {
+  std::lock_guard lock(captured().mutex);
+  captured().is_invalid = true;
+  TORCH_CHECK(false, "CUDA error: operation not permitted on an event last recorded in a capturing stream (cudaErrorCapturedEvent)");
+}
+
+// --- Counts
+
+namespace {
+
+struct Counted {
+  std::mutex mutex;
+  std::map<std::string, uint64_t> calls;
+  std::atomic<double> query_time{0};
+};
+
+Counted& counted() {
+  static auto* const instance = new Counted();
+  return *instance;
+}
+
+} // namespace
+
+void count_call(const std::string& name) {
+  const bool asks = is_query(name);
+  {
+    std::lock_guard lock(counted().mutex);
+    ++counted().calls[name];
+    if (asks) {
+      ++counted().calls[name + "@" + std::to_string(gettid())];
+    }
+  }
+  if (asks) {
+    sleep_for(Seconds(counted().query_time.load()));
+  }
+}
+
+std::vector<std::pair<std::string, uint64_t>> counted_calls() {
+  std::lock_guard lock(counted().mutex);
+  return {counted().calls.begin(), counted().calls.end()};
+}
+
+void forget_counts() {
+  std::lock_guard lock(counted().mutex);
+  counted().calls.clear();
+}
+
+void set_query_time(double seconds) {
+  counted().query_time = seconds;
 }
 
 // --- Deliberate faults

@@ -128,6 +128,28 @@ void synchronize_device(int device);
 bool is_idle(int device);
 void forget_errors();
 
+// --- Captures
+
+enum class Capture { kNone, kGlobal, kThreadLocal, kRelaxed };
+
+// [Note: captures] Kernels run as always while a stream is captured; what is modelled is which calls are illegal then.
+void begin_capture(Capture mode);
+void end_capture(); // raises if an illegal call has invalidated it
+bool is_capturing(); // the calling thread
+void set_thread_mode(Capture mode); // of the calling thread: how it interacts with captures of others
+void set_queries_break_local_captures(bool so); // as on ROCm
+
+// Before a call that is unsafe during a capture: raise, and invalidate the capture.
+void check_call(const char* call);
+[[noreturn]] void query_of_captured_event();
+
+// --- Counts
+
+void count_call(const std::string& name);
+std::vector<std::pair<std::string, uint64_t>> counted_calls();
+void forget_counts();
+void set_query_time(double seconds); // how long a query of an event takes: torch holds Python's lock meanwhile
+
 // --- Deliberate faults
 
 // Let streams not wait for each other: what relies on it must then be seen to fail.

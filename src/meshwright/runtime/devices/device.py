@@ -307,7 +307,7 @@ def prepare_collectives(device: torch.device) -> None:
 def prepare_to_survive() -> None:
     """Set what backends must know before the first group of a run whose members are lost. See [Note: surviving]."""
     mode = environment.read(_ERROR_HANDLING)
-    if mode not in (None, "0", "2"):
+    if mode not in (None, "0", "1", "2"):  # torchelastic sets 1 wherever nobody has chosen
         warn(f"{_ERROR_HANDLING}={mode} lets NCCL end processes when another one is lost: --survive sets it to 0.")
     chosen = {name: value for name, value in _SURVIVING.items() if environment.read(name) is None}
     environment.export(chosen | ({} if mode == "2" else {_ERROR_HANDLING: "0"}))
