@@ -4,7 +4,7 @@ A checkpoint, a record of a run, a configuration file and a line at a port may b
 package that reads one goes through this module, so that there is one set of rules and one error, `InvalidDataError`:
 
 - `open_regular` opens regular files only: a named pipe would block for ever.
-- `parse_json` and `parse_yaml` return plain values, no deeper and no larger than is asked for, with finite numbers and
+- `parse_json` and `parse_yaml` return plain values, no deeper and no larger than allowed, with finite numbers and
   without keys that appear twice.
 - `build` makes a dataclass of such a value. The annotations of its fields are the rules: an `int` is no `bool`, an
   unknown field is an error, and what `__post_init__` raises as ValueError is reported as the rest.

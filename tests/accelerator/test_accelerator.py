@@ -116,7 +116,7 @@ def test_a_second_accelerator_has_the_number_format_of_the_first_as_in_1_15(monk
     second = Accelerator(cpu=True)
     assert second.mixed_precision == second.state.mixed_precision == "bf16"
     assert "mixed_precision = bf16  (the first Accelerator)" in second.settings.explain()
-    with pytest.raises(ValueError, match="asks for sp_size=2"):
+    with pytest.raises(ValueError, match="needs sp_size=2"):
         Accelerator(cpu=True, mixed_precision="no", parallelism_config=ParallelismConfig(sp_size=2))
     third = Accelerator(cpu=True, mixed_precision="no")  # 1.15 refuses a second format
     assert (first.mixed_precision, third.mixed_precision) == ("bf16", "no")
@@ -124,7 +124,7 @@ def test_a_second_accelerator_has_the_number_format_of_the_first_as_in_1_15(monk
 
 
 def test_an_accelerator_that_fails_leaves_nothing_to_the_next_one() -> None:
-    with pytest.raises(ValueError, match="asks for sp_size=2"):
+    with pytest.raises(ValueError, match="needs sp_size=2"):
         Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ParallelismConfig(sp_size=2))
     assert Accelerator(cpu=True).mixed_precision == "no"
 

@@ -164,7 +164,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_what_to_do(folder: Path) -> 
     pytest.importorskip("huggingface_hub")
     ran = run_accelerate("estimate-memory", "someone/model", directory=folder, HF_ENDPOINT="http://127.0.0.1:9")
     assert ran.code == 1
-    assert "could not be asked" in ran.complaints
+    assert "could not be queried" in ran.complaints
     assert "http://127.0.0.1:9" in ran.complaints
     assert "--model module:callable" in ran.complaints
     assert "Traceback" not in ran.complaints
@@ -223,7 +223,7 @@ class _Hub:
     [
         (_Hub.errors.GatedRepoError(), "is gated: accept its terms on https://hub.test/a/b"),
         (_Hub.errors.RepositoryNotFoundError(), "nor a model on the hub"),
-        (ConnectionError("no way"), "could not be asked for it \\(ConnectionError: no way\\)"),
+        (ConnectionError("no way"), "could not be queried for it \\(ConnectionError: no way\\)"),
         (Namespace(library_name="keras"), "is a model of keras"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_training_script_computes_together(folder: Path) -> None:
     words = ("launch", "--multi_gpu", "--num_machines=1", "--num_processes=2", "--mixed_precision", "bf16", "train.py")
     launched = run_accelerate(*words, directory=folder)
     assert launched.printed == "2 cpu bf16 3.0\n", launched.complaints
-    assert "no GPU or other accelerator is there (flag --multi_gpu asks for one)" in launched.complaints
+    assert "no GPU or other accelerator is there (flag --multi_gpu needs one)" in launched.complaints
 
 
 def test_a_module_and_a_program_of_its_own(folder: Path) -> None:

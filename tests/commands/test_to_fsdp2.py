@@ -69,7 +69,7 @@ def test_a_copy_per_machine_is_kept() -> None:
         convert_config_to_fsdp2({**config, "num_processes": 7})
 
 
-@pytest.mark.parametrize(("file", "reason"), [("fsdp_2.yaml", "already"), ("basic.yaml", "does not ask for FSDP")])
+@pytest.mark.parametrize(("file", "reason"), [("fsdp_2.yaml", "already"), ("basic.yaml", "does not use FSDP")])
 def test_what_needs_no_conversion_is_left(
     file: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Published path of the names of files, of choices as words, and of versions that are asked for."""
+"""Published path of the names of files, of choices as words, and of required versions."""
 
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"

@@ -710,7 +710,7 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         return self.precision.scale(self.window.share_of_mean(loss))
 
     def _warn_that_no_optimizer_obeys(self) -> None:
-        """Name what only a prepared optimizer does, where it was asked for and none was prepared."""
+        """Name what only a prepared optimizer does, where it was requested and none was prepared."""
         if not self.is_main_process:
             return
         if self.gradient_accumulation_steps > 1:

@@ -71,7 +71,7 @@ def settings_of_run(settings: TrainingSettings) -> TrainingSettings:
     """Return the settings as given, or those of a run that `meshwright check --mesh` compares."""
     if read(VERIFY_FOLDER) is None:
         return settings
-    from ..tools.verify.script import adapted  # hardly any run asks for it
+    from ..tools.verify.script import adapted  # hardly any run needs it
 
     return adapted(settings)
 

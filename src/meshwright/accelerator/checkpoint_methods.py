@@ -279,7 +279,7 @@ class CheckpointMethods(ProcessMethods):
         return self._loaded(report)
 
     def resume(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> LoadReport | None:
-        """Go on from the newest committed checkpoint if there is one, and say so; else begin anew and return None.
+        """Continue from the newest committed checkpoint, if there is one, and say so; otherwise return None.
 
         Every loader goes on at the next batch. A copy in host memory (`--memory_copies_every`) that has more steps
         than the checkpoint takes its place.

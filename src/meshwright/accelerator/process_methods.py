@@ -352,7 +352,7 @@ class ProcessMethods:
             self.strategy.compares_every = steps
 
     def _compare_after_steps_of(self, optimizer: AcceleratedOptimizer) -> None:
-        """Let replicas be compared every so many steps of an optimizer, if that was asked for."""
+        """Let replicas be compared every so many steps of an optimizer, if that was requested."""
         steps = read_setting("check_replicas_every")
         if self._comparison is None and steps is not None:
             self._compare_every(steps)

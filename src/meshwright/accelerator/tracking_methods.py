@@ -34,7 +34,7 @@ class TrackingMethods(ProcessMethods):
 
     @property
     def log_with(self) -> list[Any]:
-        """Return the names and objects of the trackers that were asked for and can be used."""
+        """Return the names and objects of the requested trackers that can be used."""
         return [] if self._trackers is None else self._trackers.requested
 
     @property
@@ -72,7 +72,7 @@ class TrackingMethods(ProcessMethods):
             unwrap: Whether the client's own object is returned.
         """
         if self._trackers is None:
-            raise ValueError(f"There is no tracker {name!r}: Accelerator(log_with={name!r}) asks for it.")
+            raise ValueError(f"There is no tracker {name!r}: pass Accelerator(log_with={name!r}).")
         return self._trackers.named(name, unwrap)
 
     @effect()
@@ -116,7 +116,7 @@ class TrackingMethods(ProcessMethods):
             tokens: Counts the tokens of a batch on this process, before it is moved to the device. By default they
                 are those of `input_ids`, without padding where an `attention_mask` shows it.
             steps: Optimizer steps of the whole run, for the time left. By default that is the time until the end of
-                the epoch, or of the epochs that `progress` was told.
+                the epoch, or of the epochs that `progress` was given.
             flops_per_sample: FLOPs of a sample, forward and backward. By default those of the first batch are counted,
                 and later ones have as many for each element of their first tensor.
             peak_flops: FLOP per second that the device of a process reaches at most. By default known by the device's
@@ -213,7 +213,7 @@ class TrackingMethods(ProcessMethods):
             super().print(*args, **kwargs)
 
     def _start_meter(self, wanted: bool | Mapping[str, Any]) -> None:
-        """Start the meter that an argument of `Accelerator` asks for."""
+        """Start the meter if the argument of `Accelerator` enables it."""
         if wanted is not False:
             self.meter(**({} if wanted is True else wanted))
 

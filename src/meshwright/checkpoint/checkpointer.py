@@ -103,7 +103,7 @@ class Checkpointer:
         self._preemption: Preemption | None = None
         self._warned_target = self._warned_other_target = False
         self.copies: MemoryCopies | None = None
-        """The copies in host memory, if they are asked for."""
+        """The copies in host memory, if they are enabled."""
         self.trace: ResumeTrace | None = None
         """The trace of a run that is being verified. Its checkpoints go to the folder of the trace."""
 

@@ -83,7 +83,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def check_command(args: argparse.Namespace) -> None:
-    """Check what was asked for, and exit with the result."""
+    """Run the requested checks, and exit with the result."""
     what = next((name for name in _OPTIONS_OF if getattr(args, name)), "")
     _refuse_other_options(args, what)
     if what == "machine":

@@ -127,7 +127,7 @@ def _compare(args: argparse.Namespace) -> int:
             verdicts.append(verdict)
             print(page_of(verdict, names), flush=True)
             if verdict.first is None and verdict.processes != processes:
-                print(f"  {processes} processes were asked for, and {verdict.processes} have recorded a step\n")
+                print(f"  {processes} processes were requested, and {verdict.processes} have recorded a step\n")
     code = max(map(_code, verdicts))
     if args.json is not None:
         args.json.write_text(json.dumps(_as_json(args, names, verdicts, code), indent=1) + "\n", encoding="utf-8")

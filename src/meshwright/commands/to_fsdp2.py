@@ -125,9 +125,9 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(f"{program_name()} to-fsdp2: {error}") from error
     if status is ConversionStatus.NOT_YET_FSDP2:
-        print(f"{target} asks for FSDP2.")
+        print(f"{target} uses FSDP2.")
     else:
-        reason = "asks for FSDP2 already" if status is ConversionStatus.ALREADY_FSDP2 else "does not ask for FSDP"
+        reason = "uses FSDP2 already" if status is ConversionStatus.ALREADY_FSDP2 else "does not use FSDP"
         print(f"{args.config_file} {reason}: nothing was written.")
 
 

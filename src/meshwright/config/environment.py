@@ -156,7 +156,7 @@ def read_fsdp() -> dict[str, str] | None:
 
 
 def asks_for_deepspeed() -> bool:
-    """Return whether the environment asks for DeepSpeed."""
+    """Return whether the environment enables DeepSpeed."""
     return bool(_read_as(USE_DEEPSPEED, bool))
 
 
@@ -168,7 +168,7 @@ def read_deepspeed() -> dict[str, str]:
 
 
 def asks_for_megatron() -> bool:
-    """Return whether the environment asks for Megatron-LM, by its switch or by a size."""
+    """Return whether the environment enables Megatron-LM, by its switch or by a size."""
     return _is_on(USE_MEGATRON, (f"MEGATRON_LM_{field.upper()}" for field in MEGATRON_SIZES))
 
 
@@ -179,7 +179,7 @@ def read_megatron() -> dict[str, Any]:
 
 
 def asks_for_parallelism() -> bool:
-    """Return whether the environment asks for a mesh, by its switch or by the size of an axis."""
+    """Return whether the environment enables a mesh, by its switch or by the size of an axis."""
     return _is_on(USE_PARALLELISM, (f"PARALLELISM_CONFIG_{field.upper()}" for field in PARALLELISM_SIZES))
 
 

@@ -87,7 +87,7 @@ def prepare_data_loader(
     constant_memory_shuffle: bool = False,
     order: DataOrder = DataOrder.ONE_PROCESS,
 ) -> PreparedLoader:
-    """Return a loader that yields this process's shard of the data, on `device` if asked for."""
+    """Return a loader that yields this process's shard of the data, on `device` if one is given."""
     if isinstance(dataloader, SkipDataLoader):
         dataloader = dataloader.undivided()
     if isinstance(dataloader, PreparedLoader):

@@ -27,7 +27,7 @@ def as_device(device: Device) -> torch.device:
         kind = accelerator_type()
         if kind is None:
             raise ValueError(
-                f"Device {device} was asked for, and this machine has no accelerator. Use 'cpu' or 'disk' instead, "
+                f"Device {device} was requested, and this machine has no accelerator. Use 'cpu' or 'disk' instead, "
                 "or a device_map made on this machine."
             )
         return torch.device(kind, device)

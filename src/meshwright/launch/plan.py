@@ -311,7 +311,7 @@ def _processes_here(
     ids = _gpu_ids(settings)
     if (settings.multi_gpu or ids) and accelerators == 0:
         asked = settings.origin("multi_gpu") if settings.multi_gpu else settings.origin("gpu_ids")
-        notes.append(f"no GPU or other accelerator is there ({asked} asks for one): the processes run on the CPU.")
+        notes.append(f"no GPU or other accelerator is there ({asked} needs one): the processes run on the CPU.")
     if settings.num_processes is not None:
         return _share_of_machine(settings, settings.num_processes, machines, accelerators)
     if cluster is not None and cluster.processes_per_machine:

@@ -296,7 +296,7 @@ class Weights:
             if known is None or entry is None or known.form != entry.form:
                 now, before = ("absent" if each is None else _described(each.form) for each in (entry, known))
                 raise RuntimeError(
-                    f"{name} is {now}, and was {before} when metadata() was called. What an engine was told does not "
+                    f"{name} is {now}, and was {before} when metadata() was called. What an engine received does not "
                     "hold any more: call accelerator.weights(model) again."
                 )
         return entries

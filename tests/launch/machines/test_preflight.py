@@ -226,7 +226,7 @@ def test_machines_that_know_the_secret_go_on_and_a_stranger_cannot_end_them(
             "Machine 0 was started without MESHWRIGHT_LAUNCH_SECRET",
             "machine 1 (host1) was not started without",
         ),
-        ("a", "b", "Machine 0 does not know the secret", "machine 1 (host1) left when it was asked for the secret"),
+        ("a", "b", "Machine 0 does not know the secret", "machine 1 (host1) left when the secret was requested"),
     ],
 )
 def test_a_machine_with_another_secret_is_told(

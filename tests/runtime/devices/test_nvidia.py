@@ -102,7 +102,7 @@ def test_the_driver_of_wsl_is_asked_by_nvidia_smi_of_recorded_machines() -> None
     with on_machine("wsl2_rtx_4080"):
         assert get_driver_version() == "546.33"
         with pytest.raises(
-            RuntimeError, match=r"nvidia-smi was asked for serial and failed: .* Is NVIDIA's driver here"
+            RuntimeError, match=r"the query of nvidia-smi for serial failed: .* Is NVIDIA's driver here"
         ):
             nvidia.query("serial")
 
@@ -110,7 +110,7 @@ def test_the_driver_of_wsl_is_asked_by_nvidia_smi_of_recorded_machines() -> None
 def test_a_machine_without_the_driver_says_what_failed_of_recorded_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_machine("laptop_cpu"), monkeypatch.context() as patch:
         patch.setenv("PATH", "/nonexistent")
-        with pytest.raises(RuntimeError, match="nvidia-smi was asked for driver_version and failed"):
+        with pytest.raises(RuntimeError, match="the query of nvidia-smi for driver_version failed"):
             get_driver_version()
 
 

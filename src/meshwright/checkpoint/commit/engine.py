@@ -59,7 +59,7 @@ class LoadReport:
     extra: list[str] = field(default_factory=list)
     """Objects that are in the checkpoint and not prepared here."""
     changes: list[str] = field(default_factory=list)
-    """Differences from the run that saved it, and state that was derived anew."""
+    """Differences from the run that saved it, and state that was derived again."""
 
     @property
     def differences(self) -> list[str]:

@@ -146,7 +146,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def write_config(path: str | Path, contents: Mapping[str, Any], *, as_json: bool | None = None) -> Path:
-    """Write keys and values as YAML, or as JSON where that is asked for or the name says so, and return the path."""
+    """Write keys and values as YAML, or as JSON where that is requested or the name says so, and return the path."""
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json" if as_json is None else as_json:

@@ -47,7 +47,7 @@ def refuse_on_ray(settings: LaunchSettings) -> None:
 
 
 def resources_per_process(settings: LaunchSettings) -> dict[str, float] | None:
-    """Read `--ray_resources`, such as `CPU=4,GPU=1`; None where nothing is asked for."""
+    """Read `--ray_resources`, such as `CPU=4,GPU=1`; None where nothing is requested."""
     words = settings.ray_resources
     if words is None:
         return None

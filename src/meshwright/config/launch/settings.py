@@ -115,7 +115,7 @@ class LaunchSettings:
             )
 
     def megatron(self) -> MegatronLMPlugin | None:
-        """Return Megatron-LM's settings of this launch, or None where they are not asked for."""
+        """Return Megatron-LM's settings of this launch, or None where there are none."""
         if not self.resolved["use_megatron_lm"].value:
             return None
         from ..plugins.megatron import MegatronLMPlugin

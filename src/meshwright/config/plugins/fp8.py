@@ -21,7 +21,7 @@ class AORecipeKwargs(KwargsHandler):
     """Tune fp8 through torchao. A field that is None is left to `config`, then to the environment and its default."""
 
     config: Any = None
-    """A `torchao.float8.Float8LinearConfig`; by default scales are found anew for every tensor."""
+    """A `torchao.float8.Float8LinearConfig`; by default scales are computed for every tensor."""
     module_filter_func: Filter | None = None
     """Which linear layers are converted; by default all but the first, the last, and those that do not divide by 16."""
     pad_inner_dim: bool | None = None

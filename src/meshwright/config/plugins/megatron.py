@@ -176,7 +176,7 @@ class MegatronLMPlugin:
         """Samples per optimizer step over all processes; known after `prepare` of a loader."""
 
     def _is_set(self, name: str) -> bool:
-        """Return whether a field asks for anything."""
+        """Return whether any field is set."""
         return getattr(self, name) not in (_DEFAULTS[name], _FILLED.get(name), False)
 
     @property
@@ -237,7 +237,7 @@ class MegatronLMPlugin:
         self.set_training_args(size // _count(self.num_micro_batches), dp_degree)
 
     def translation(self) -> list[tuple[str, str, str]]:
-        """Return the name, the value and the translation of every field that asks for anything."""
+        """Return the name, the value and the translation of every field that is set."""
         meanings = {**_BECOMES, **{name: f"has no effect: {reason}" for name, reason in _WITHOUT_EFFECT.items()}}
         if self.tp_degree == 1:
             meanings["sequence_parallelism"] = "has no effect: layers are not split (tp_degree is 1)"

@@ -42,7 +42,7 @@ class TorchTensorParallelPlugin:
     tp_size: int = 1
     """Processes that split each layer; the others see different samples."""
     torch_device_mesh: Any = None
-    """A mesh whose size along "tp" is `tp_size`. The mesh of the run is made anew."""
+    """A mesh whose size along "tp" is `tp_size`. The run makes a mesh of its own."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tp_size, int) or self.tp_size < 1:
@@ -398,7 +398,7 @@ class ParallelismConfig:
         if REST not in (self.dp_replicate_size, self.dp_shard_size):
             remedy += f". Or start {self.total_size} processes: --num_processes {self.total_size}"
         return (
-            f"ParallelismConfig asks for {asked} = {abs(self.total_size)} processes"
+            f"ParallelismConfig needs {asked} = {abs(self.total_size)} processes"
             f"{' or a multiple' if REST in (self.dp_replicate_size, self.dp_shard_size) else ''}, and the run has "
             f"{num_processes}. {remedy}."
         )

@@ -29,7 +29,7 @@ class ElasticIndices(IndexSource):
         self.members = members
         self.rank = rank
         self.trains = False
-        """Its micro-batches are trained on, and count with their step. Others count when the next one is asked for."""
+        """Its micro-batches are trained on, and count with their step. Others count when the next one is requested."""
         self.is_collected = True
         """A collective has brought the results of the current micro-batch to all members, or of its epoch's end."""
         self.has_local_results = False

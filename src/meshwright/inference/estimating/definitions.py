@@ -197,7 +197,7 @@ def _from_hub(name: str, library: str | None, token: str | None) -> _Definition:
     except Exception as error:  # any network error
         raise DefinitionError(
             f"{name!r} is no file or folder here, it is not in the hub's cache, and the hub, {hub.constants.ENDPOINT}, "
-            f"could not be asked for it ({type(error).__name__}: {error}). {_HELP}"
+            f"could not be queried for it ({type(error).__name__}: {error}). {_HELP}"
         ) from error
     library = library or getattr(info, "library_name", None)
     if library not in LIBRARIES:

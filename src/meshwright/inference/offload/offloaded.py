@@ -87,7 +87,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def offloaded_tensors(model: nn.Module) -> Callable[[str], Tensor]:
-    """Return a function from the name of an offloaded weight to its value, which is read when it is asked for."""
+    """Return a function from the name of an offloaded weight to its value, which is read when it is used."""
 
     def value(name: str) -> Tensor:
         path, _, own = name.rpartition(".")

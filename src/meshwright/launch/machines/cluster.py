@@ -38,7 +38,7 @@ class Cluster:
     min_machines: int | None = None
     """Training may begin with so many machines, and go on with them."""
     processes_per_machine: int | None = None
-    """As the job asks for it, like `--num_processes`."""
+    """As the job sets it, like `--num_processes`."""
     is_pods: bool = False
     """The machines are pods: they start minutes apart, and `MASTER_ADDR` in their environment is the cluster's."""
 

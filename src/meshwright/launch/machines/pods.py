@@ -1,6 +1,6 @@
 """Find the place of this machine among others from the variables of Kubernetes, Kubeflow and SkyPilot.
 
-Kubernetes tells a pod its index. The number of pods is told by Kubeflow, LeaderWorkerSet and SkyPilot; in other jobs
+Kubernetes gives a pod its index. The number of pods is given by Kubeflow, LeaderWorkerSet and SkyPilot; in other jobs
 the manifest sets torchrun's variable `PET_NNODES`.
 """
 
@@ -88,7 +88,7 @@ def _machines_of_settings(settings: LaunchSettings) -> int | None:
 
 
 def _processes_per_machine(kind: MachineVariables | None) -> int | None:
-    """Return the number that the job asks for; None for one per accelerator."""
+    """Return the number that the job sets; None for one per accelerator."""
     name = kind.processes_per_machine if kind is not None else None
     word = environment.read(name) if name is not None else None
     if word in (None, "", "auto", "gpu"):
@@ -101,7 +101,7 @@ def _processes_per_machine(kind: MachineVariables | None) -> int | None:
 
 
 def _rank(kind: MachineVariables | None, settings: LaunchSettings, machines: int) -> int | None:
-    """Return the number of this pod: as told, else its index in the Job, else the ordinal of its name."""
+    """Return the number of this pod: as given, else its index in the Job, else the ordinal of its name."""
     names = [kind.machine_rank] if kind is not None else []
     names += ["RANK"] if kind is not None and environment.read("MASTER_ADDR") else []
     told = {name: number for name in names if (number := _number(name)) is not None}

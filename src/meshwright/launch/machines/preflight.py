@@ -215,7 +215,7 @@ class _Coordinator:
     def _hear(self, link: _Link) -> None:
         part = link.connection.recv(MOST_BYTES_OF_A_LINE)
         if not part and link.challenge and not link.is_accepted:
-            raise _Refused(f"machine {link.report} left when it was asked for the secret of {SECRET_VARIABLE}")
+            raise _Refused(f"machine {link.report} left when the secret was requested ({SECRET_VARIABLE})")
         if not part or link.is_accepted:  # one that has reported has nothing more to say
             raise ConnectionResetError
         link.received += part

@@ -216,7 +216,7 @@ def _start_method(requested: str | None, accelerator_in_use: str | None) -> str:
     if chosen == "spawn" and find_spec("cloudpickle") is None:
         raise UnsupportedSettingError(
             'start_method="spawn"',
-            f"{'it was asked for' if why_not is None else why_not}, and spawned processes get the function by "
+            f"{'it was set' if why_not is None else why_not}, and spawned processes get the function by "
             "cloudpickle, which is not installed.",
             "Run `pip install cloudpickle`, or restart the kernel and touch the accelerator only inside the function.",
         )

@@ -36,7 +36,7 @@ def complete_config(
     if scheduler is not None:
         _schedule(claims, scheduler, 1 if bundle.split_batches else data_ranks)
     _buckets(claims, model)
-    # Without the key DeepSpeed would clip at 1.0; nothing is clipped unless asked for.
+    # Without the key DeepSpeed would clip at 1.0; nothing is clipped unless configured.
     claims.default(CLIPPING, 0.0, "none: clip_grad_norm_ says, step by step")
     for name in ("fp16", "bf16"):
         claims.fill(f"{name}.enabled", False, "mixed_precision")

@@ -182,7 +182,7 @@ class DeepSpeedEngines(Strategy):
             )
 
     def _fit_for_offload(self, optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-        """Use the given optimizer for offloaded states, unless the config asks for DeepSpeed's own."""
+        """Use the given optimizer for offloaded states, unless the config selects DeepSpeed's own."""
         offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
         if offload == "none":
             return optimizer
@@ -279,7 +279,7 @@ def load_deepspeed(runtime: Runtime) -> Any:
     """Import DeepSpeed and initialise it with this process's group and device."""
     if not has_package("deepspeed"):
         raise ImportError(
-            "DeepSpeed is asked for and is not installed: pip install 'meshwright[deepspeed]'. On CPU: "
+            "DeepSpeed is configured and not installed: pip install 'meshwright[deepspeed]'. On CPU: "
             "DS_BUILD_OPS=0 pip install deepspeed ninja."
         )
     if compare_versions("deepspeed", "<", OLDEST):
@@ -353,5 +353,5 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     """Return the plugin that the next model uses."""
     plugin = state.deepspeed_plugin
     if not isinstance(plugin, DeepSpeedPlugin):
-        raise ValueError("DeepSpeed does not train here: Accelerator(deepspeed_plugin=...) asks for it.")
+        raise ValueError("DeepSpeed is not configured: pass Accelerator(deepspeed_plugin=...).")
     return plugin

@@ -2,7 +2,7 @@
 
 [Note: already spread] A model may be sharded by `fully_shard`, split by `parallelize_module` or by transformers, or
 wrapped in DDP before `prepare`. To spread it again would cut it twice or average its gradients twice. So every strategy
-compares the layout that the model has with the one that it was asked for. If they are the same, the model is used as it
+compares the layout that the model has with the requested one. If they are the same, the model is used as it
 is; the strategy adds only what is missing. If not, it is refused with both layouts in the message. A layout is compared
 by what it means for this process: the ranks that hold the other copies, the other shards of its copy, and the other
 parts of its layers. Meshes are not compared as objects, because a user's mesh has its own names and groups.
@@ -112,7 +112,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def refuse(layout: Layout, model: nn.Module, asked: str, rank: int) -> NoReturn:
-    """Refuse a model whose layout is not the one that was asked for; name both."""
+    """Refuse a model whose layout is not the requested one; name both."""
     reason = f"this Accelerator asks for {asked}" + (f", and {layout.oddity}" if layout.oddity else ".")
     name = type(getattr(model, "module", model)).__name__
     spread = f"Rank {rank}: a {name} that was spread before prepare() and {layout.words}"

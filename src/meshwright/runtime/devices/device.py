@@ -61,9 +61,9 @@ _REDUCE_NO_FLOAT64 = frozenset({"npu"})  # HCCL, but on the newest of its device
 
 
 # [Note: surviving]
-# NCCL's watchdog takes the process down after the loss of another one, unless it is told not to. It reads that when a
-# group is opened. It also asks for a dump, after which the process ends in any mode, and sleeps four times as long as
-# dumps may take, while the end of the group waits for it. An abort during a call is documented for non-blocking
+# NCCL's watchdog ends the process after the loss of another one, unless a variable disables that. It is read when a
+# group is opened. The watchdog also requests a dump, after which the process ends in any mode, and sleeps four times as
+# long as dumps may take, while the end of the group waits for it. An abort during a call is documented for non-blocking
 # communicators only, and nothing else bounds the time that connecting takes.
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -392,7 +392,7 @@ def release_pinned_memory() -> None:
 def _take_pinned_memory_as_asked() -> None:
     """Let torch not round large requests for pinned memory up to a power of two, unless the user has chosen.
 
-    It is a setting of the process since torch 2.13; before, up to twice of what is asked for is taken.
+    It is a setting of the process since torch 2.13; before, up to twice the requested size is taken.
     """
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _ROUNDING_OF_PINNED)()
     if _ROUNDING_OF_PINNED not in settings:

@@ -53,9 +53,9 @@ def query(fact: str) -> list[str]:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS_FOR_NVIDIA_SMI)
         lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
     except (OSError, subprocess.SubprocessError) as error:
-        raise RuntimeError(f"nvidia-smi was asked for {fact} and failed: {error}. Is NVIDIA's driver here?") from error
+        raise RuntimeError(f"the query of nvidia-smi for {fact} failed: {error}. Is NVIDIA's driver here?") from error
     if not lines:
-        raise RuntimeError(f"nvidia-smi was asked for {fact} and printed nothing. Is there a GPU on this machine?")
+        raise RuntimeError(f"the query of nvidia-smi for {fact} printed nothing. Is there a GPU on this machine?")
     return lines
 
 

@@ -4,7 +4,7 @@
 while that backend is torch's `FakeProcessGroup`, which fills results with this rank's own data: right in shape and in
 memory, and finite. So a rank can fail anywhere without leaving the others in a collective. The group objects stay the
 same, because DDP, device meshes and the script hold them. Objects that one rank gives to all are the exception: what a
-script is told by rank 0 cannot be invented, so this exchange is a real one.
+script receives from rank 0 cannot be invented, so this exchange is a real one.
 """
 
 from __future__ import annotations

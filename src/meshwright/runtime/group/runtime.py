@@ -405,7 +405,7 @@ class Runtime:
             self.run_collective(self._barrier, carries_data=False)
 
     def _barrier(self) -> None:
-        """Wait for what this device was asked for, then for the others: their devices have done it too."""
+        """Wait for the queued work of this device, then for the others: their devices have done it too."""
         if self.num_processes > 1:
             if self.member is not None:
                 self.member.wait_for_device()

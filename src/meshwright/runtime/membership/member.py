@@ -242,7 +242,7 @@ class Member:
             self.waiting_since = None
 
     def wait_for_device(self) -> None:
-        """Wait until the device has done what it was asked for, as `wait` does for a collective."""
+        """Wait until the device has finished its queued work, as `wait` does for a collective."""
         if self.device is not None:
             self.wait(_Enqueued(self.device))
 
@@ -356,7 +356,7 @@ class Member:
             return None
 
     def first(self, key: str, value: int) -> int:
-        """Return the value that the lowest member gives for a key, or gave when it was asked for first."""
+        """Return the value that the lowest member gives for a key, or gave at the first request."""
         if self.rank != self.members[0]:
             self._poll(lambda: self.has_lost_one or self.store.check([key]), self.members)
         what = f"{printable(key)} in the store of the run"
@@ -469,7 +469,7 @@ class HeartbeatMonitor:
 
 
 class _Enqueued:
-    """What the device was asked for until now, as a collective that is waited for."""
+    """The work that is queued on the device, as a collective that is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.Event(device)

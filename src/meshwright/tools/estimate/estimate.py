@@ -110,11 +110,11 @@ class MemoryEstimate:
     training: TrainingMemory | None
     """None for formats that are for inference only, and for models without trained parameters."""
     levers: tuple[WithLever, ...] = ()
-    """The same training with less memory, if it was asked for."""
+    """The same training with less memory, if it was requested."""
     left_out: str | None = None
     """Why the memory of a batch is not known."""
     guesses: tuple[str, ...] = ()
-    """Places that asked for a number of a tensor, as `file:line what`; they got one that stands for it."""
+    """Places that read a number of a tensor, as `file:line what`; they got a substitute."""
 
 
 def estimate(

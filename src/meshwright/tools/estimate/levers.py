@@ -33,7 +33,7 @@ class Suggestion:
 
     name: str
     line: str
-    """How it is written in a script, or asked for at the launch."""
+    """How it is written in a script, or set at the launch."""
     objection: Callable[[Any], str | None] = lambda program: None
     """Returns why a program cannot have it; None if it can."""
 

@@ -24,7 +24,7 @@ class Kept:
     """The state of an Accelerator at one moment, in host memory; `restore` may be called many times.
 
     Models and optimizers that are prepared at that moment get their values back. What is prepared later is forgotten.
-    Loaders get back the number of their epoch and their generators; one that is in an epoch begins it anew.
+    Loaders get back the number of their epoch and their generators; one that is in an epoch restarts it.
     """
 
     def __init__(self, accelerator: Any) -> None:

@@ -127,7 +127,7 @@ class Meter(Instrument):
         self._loops: dict[int, _Loop] = {}
         """By the loader's id; of several loops over one loader the newest."""
         self.epochs: int | None = None
-        """Epochs of the loop that trains, as far as `Accelerator.progress` was told."""
+        """Epochs of the loop that trains, as far as `Accelerator.progress` was given them."""
         self._place = place
         self.count = BatchCounter(options.tokens)
         self._clock: PhaseClock | None = None
@@ -143,7 +143,7 @@ class Meter(Instrument):
         self._loader: Callable[[], Any] = lambda: None
         self._flops: FlopCounter | None = None
         self._counted_since = (0.0, 0)
-        """The elements of all batches before FLOPs were counted, and what told that a batch was one of training."""
+        """The elements of all batches before FLOPs were counted, and what showed that a batch was one of training."""
         self._per_element: tuple[float, float] | None = None
         """FLOPs per element of a batch, and those of recomputation."""
         self._peak: float | None = options.peak_flops
@@ -221,7 +221,7 @@ class Meter(Instrument):
         loop.together -= 1
         if not loop.together:
             self._end_together(loop)
-            if phases.clock is not None:  # it was not among those that are told of this batch
+            if phases.clock is not None:  # it was not notified of this batch
                 phases.clock.body_ended(loader)
 
     def epoch_ended(self, loader: Any, completed: bool) -> None:

@@ -31,7 +31,7 @@ class Allocation:
     """One piece of memory, from its first use to its last."""
 
     size: int
-    """Bytes that were asked for, before an allocator rounds them."""
+    """Bytes that were requested, before an allocator rounds them."""
     owner: str
     born: int
     freed: int | None
@@ -149,7 +149,7 @@ class Trace:
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
-    """Places of the script, as `file:line what`, that asked for a number of a tensor and got one that stands for it."""
+    """Places of the script, as `file:line what`, that read a number of a tensor and got a substitute."""
 
     @property
     def untraced_passes(self) -> int:

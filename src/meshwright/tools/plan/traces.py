@@ -68,7 +68,7 @@ class Traces:
         self._import_before_fork()
 
     def get(self, parts: Sequence[WantedTrace]) -> list[Trace]:
-        """Return traces, in the order in which they were asked for; each is made once."""
+        """Return traces, in the order of the requests; each is made once."""
         missing = [part for part in dict.fromkeys(parts) if part not in self._known]
         worlds = [self._world(part) for part in missing]
         failures = run_several(worlds, self._args.seconds_per_run, _AT_ONCE)

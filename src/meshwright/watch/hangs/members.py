@@ -183,7 +183,7 @@ class MemberWatcher:
         return answers
 
     def _judge(self, store: Any, answers: Sequence[Answer], waited: float) -> None:
-        """Name who does not wait, or remove it if that was asked for."""
+        """Name who does not wait, or remove it if that was requested."""
         hanging = [answer for answer in answers if not answer.waits]
         waiting = len(answers) - len(hanging)
         is_over = self._replace_after is not None and waited >= self._replace_after

@@ -61,7 +61,7 @@ class LocalOutcome:
 
     @property
     def asks_for_restart(self) -> bool:
-        """Whether all processes saved and ended with the exit code that asks for a restart."""
+        """Whether all processes saved and ended with the exit code that requests a restart."""
         codes = {ending.exit_code for ending in self.endings}
         return REQUEUE_EXIT_CODE in codes and codes <= {0, REQUEUE_EXIT_CODE}
 

@@ -113,7 +113,7 @@ class Membership:
             return None
 
     def note(self, number: int) -> Note | None:
-        """Return what a member told about others; None if there is no such note yet."""
+        """Return what a member reported about others; None if there is no such note yet."""
         key = f"note/{number}"
         try:
             return read_message(self._store, key, Note) if self._store.check([key]) else None

@@ -75,7 +75,7 @@ def _make_registered(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Static(StaticTCPRendezvous):
-    """torch's static rendezvous, whose store listens where it was asked for, with a prefix for every attempt."""
+    """torch's static rendezvous, whose store listens at the given address, with a prefix for every attempt."""
 
     attempts = 0
 

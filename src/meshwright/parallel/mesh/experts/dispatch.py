@@ -58,7 +58,7 @@ class SpreadForward:
         self.dtype: torch.dtype | None = None
         """What parameters are cast to for computing; None where FSDP2 casts them."""
         self.counts: Tensor | None = None
-        """Tokens that this process has sent to each expert in training since they were last asked for."""
+        """Tokens that this process has sent to each expert in training since the last request."""
         self._parameters = list(inspect.signature(module.forward).parameters)[:3]
         self._is_checked = False
         self._call = torch.compiler.disable(self._spread)  # type: ignore[no-untyped-call]

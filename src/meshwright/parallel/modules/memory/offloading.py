@@ -2,8 +2,8 @@
 
 [Note: copies of activations]
 A tensor is copied to pinned memory on a stream of its own, after what the computing stream has been given so far; its
-memory on the device is free once that copy is made, which the allocator is told. The backward pass copies it back on
-the computing stream. Several operators may save one tensor (a norm's output, three projections): it is copied once.
+memory on the device is free once that copy is made, which is recorded with the allocator. The backward pass copies it
+back on the computing stream. Several operators may save one tensor (the output of a norm): it is copied once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: early steps]
 A parameter may step before the others if the optimizer treats every parameter alone, and if nobody reads, changes or
-adds to gradients between the backward pass and `step()`. What would do so is refused where it is asked for: clipping,
+adds to gradients between the backward pass and `step()`. What would do so is refused where it is set: clipping,
 accumulation, loss scaling. `optimizer.step()` stays in the loop. It updates what has no early step, runs hooks, and
 ends the step: a second gradient of one parameter before it is an error, and so is a learning rate that changed after
 the backward pass.

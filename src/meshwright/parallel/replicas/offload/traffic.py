@@ -33,7 +33,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, stream: torch.Stream) -> Iterator[None]:
-        """Measure how long a stream waits for what it is told to wait for inside the context."""
+        """Measure how long a stream waits for other streams inside the context."""
         if not self._measures:
             yield
             return

@@ -81,7 +81,7 @@ class RankActor:
     def run_function(self, variables: Mapping[str, str], work: tuple[Any, Sequence[Any]]) -> RankResult:
         """Run the function in this process."""
         self._export(variables)
-        # Ray's handler raises SystemExit in the middle of a save that a preemption asks for.
+        # Ray's handler raises SystemExit in the middle of a save after a preemption.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_await_draining, daemon=True).start()
         # Both stay for the case that the process ends here: the launcher then reads the files.

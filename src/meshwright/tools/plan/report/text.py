@@ -47,7 +47,7 @@ def as_text(plan: Plan) -> str:
     lines += _commands(plan)
     if plan.guesses:
         lines += ["", _rule("guessed", width)]
-        lines += ["   The script asked for numbers of tensors that have none, and got ones that stand for them:"]
+        lines += ["   The script read numbers of tensors that have none in a plan, and got substitutes:"]
         lines += [f"   {guess}" for guess in plan.guesses]
     lines += ["", _rule("what a plan cannot know", width)]
     for sentence in CANNOT_KNOW:

@@ -137,7 +137,7 @@ class Space:
     recomputes_itself: bool = False
     """Whether the model's own code recomputes."""
     sharded: bool = False
-    """Whether the launch or the script asks for FSDP, which excludes plain replicas."""
+    """Whether the launch or the script uses FSDP, which excludes plain replicas."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Options that the user gave, which are kept."""
 

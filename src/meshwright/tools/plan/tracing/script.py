@@ -198,7 +198,7 @@ class TracedScript(Instrument):
                 self._recorder.claim(tensor, WEIGHTS, self._module_of[tensor])
 
     def micro_batch_started(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        """Note that the script accumulates gradients as the Accelerator is told to."""
+        """Note that the script accumulates gradients by the Accelerator's windows."""
         self._trace.traits.accumulates = True
 
     # --- phases -----------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def _ranks(run: RunRecords, windows: RunEnd, *, has_members: bool) -> dict[str, 
     window, slow = windows.newest, windows.slow
     if window is None:
         return None
-    # Members that change count their steps anew.
+    # After a change of members the steps are counted from 0.
     step = window.step if run.last_step is None or not has_members else int(run.last_step)
     return {
         "step": step,

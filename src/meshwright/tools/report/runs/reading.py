@@ -156,7 +156,7 @@ class RunRecords:
         """Read what was appended since the last call, and return whether there was anything."""
         with open_regular(self.file, "the log of a run") as lines:
             size = os.fstat(lines.fileno()).st_size
-            if size < self._offset:  # written anew
+            if size < self._offset:  # it was replaced
                 self._reset()
             begin = self._offset
             lines.seek(begin)

@@ -40,7 +40,7 @@ _RULES: list[Rule] = [
     ),
     (
         lambda f, axes: f.what == "shape",
-        "The tensor was cut once more than the mesh asks for: by the script or the model's library, and by prepare().",
+        "The tensor was cut once too often: by the script or the model's library, and by prepare().",
     ),
     (
         lambda f, axes: f.what == "input" and f.difference == float("inf"),

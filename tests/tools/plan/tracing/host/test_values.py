@@ -47,9 +47,9 @@ def test_numbers_that_depend_on_parameters_are_guessed_and_their_lines_named(tmp
     assert asked[:2] == ["if loss > 3:", "total += loss.item()"]
     assert all(guess.startswith(str(tmp_path / "train.py")) for guess in trace.guesses)
     assert {guess.split(" ", 1)[1] for guess in trace.guesses} == {
-        "asked for a number of a tensor",
+        "read a number of a tensor",
         "printed a tensor",
-        "asked for the numbers of a tensor",
+        "read the numbers of a tensor",
         "chose elements by a mask",
     }
 

@@ -62,13 +62,13 @@ ANSWERS: dict[Any, Callable[..., Any] | None] = {
 }
 """Operations whose results depend on data, and what makes a result of the largest shape that it can have."""
 WORDS = {
-    _aten._local_scalar_dense.default: "asked for a number of a tensor",
+    _aten._local_scalar_dense.default: "read a number of a tensor",
     _aten.index.Tensor: "chose elements by a mask",
     _aten.nonzero.default: "chose elements by a mask",
     _aten.masked_select.default: "chose elements by a mask",
-    _aten._unique2.default: "asked for unique elements",
+    _aten._unique2.default: "computed unique elements",
     _aten.equal.default: "compared two tensors",
     _aten.repeat_interleave.Tensor: "repeated elements by a tensor of counts",
     _aten.bincount.default: "counted values of a tensor",
 }
-"""What a script did that asked for such a result."""
+"""What a script did that needs such a result."""

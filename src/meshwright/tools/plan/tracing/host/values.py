@@ -140,10 +140,10 @@ class Values:
             return str(plain_format(self._read(tensor, "printed a tensor"), spec))
 
         def listed(tensor: Tensor) -> Any:
-            return plain_list(self._read(tensor, "asked for the numbers of a tensor"))
+            return plain_list(self._read(tensor, "read the numbers of a tensor"))
 
         def array(tensor: Tensor, *, force: bool = False) -> Any:
-            return plain_array(self._read(tensor, "asked for the numbers of a tensor"), force=force)
+            return plain_array(self._read(tensor, "read the numbers of a tensor"), force=force)
 
         def array_of(tensor: Tensor, dtype: Any = None) -> Any:
             return np.asarray(array(tensor), dtype=dtype)
