@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ....runtime.devices.device import device_module, is_cpu
-from ....untrusted import parse_yaml
+from ....untrusted import parse_yaml, read_text
 
 DEVICES = Path(__file__).with_name("devices.yaml")
 
@@ -184,7 +184,7 @@ def load(path: Path = DEVICES) -> Catalogue:
 
     data = yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
     if path != DEVICES:
-        own = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+        own = parse_yaml(read_text(path, str(path)), str(path)) or {}
     try:
         data = data if path == DEVICES else _merged(data, own)
         return _catalogue(data)
