@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import decimal
 import json
+import os
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 import torch
 
+import meshwright
 from meshwright.checkpoint.formats import codec
 from meshwright.checkpoint.formats.model_files import files_of_model
 from meshwright.checkpoint.layout import CommitRecord
 from meshwright.checkpoint.storage.memory import CopyRecord
+from meshwright.commands.config import tpu
 from meshwright.config.launch.files import load_mapping
 from meshwright.errors import InvalidDataError, LaunchError
 from meshwright.inference.offload.weights import SafetensorsFile
 from meshwright.launch.machines import preflight
 from meshwright.launch.machines.hostfile import read_hostfile
 from meshwright.runtime.membership.events import Event
+from meshwright.tools.plan.timing import devices
 from meshwright.untrusted import build, parse_json
 from tests.checkpoint.formats.test_hostile import name_of, piece, storage, tensor, torch_file
 from tests.fuzzing.targets import attributes, changed_since
@@ -225,3 +232,55 @@ def test_each_reader_of_these_attacks_reads_what_is_sound(kind: str, tmp_path: P
         "hostfile": b"a slots=8",
     }
     assert offered(kind, sound[kind], tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    {
+        "a configuration": load_mapping,
+        "devices": devices.load,
+        "commands": lambda path: tpu._commands(argparse.Namespace(command_file=path, command=None), {}),
+        "a file of torch": meshwright.load,
+        "a checkpoint": codec.read,
+    }.items(),
+)
+def test_a_pipe_and_an_endless_file_are_refused_where_a_file_is_read(
+    name: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """A pipe that nobody writes to would be waited for; the program that reads it has 10 seconds here."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        outcome: Queue[Any] = Queue()
+
+        def offer(path: Path = path, outcome: Queue[Any] = outcome) -> None:
+            try:
+                outcome.put(read(path))
+            except Exception as error:
+                outcome.put(error)
+
+        threading.Thread(target=offer, daemon=True).start()
+        refusal = outcome.get(timeout=10)
+        assert isinstance(refusal, InvalidDataError), (name, refusal)
+        assert "is not a regular file" in str(refusal)
+
+
+def test_a_configuration_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
+    with (tmp_path / "config.yaml").open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(InvalidDataError, match="is larger than"):
+        load_mapping(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidDataError, match="is not text in UTF-8"):
+        load_mapping(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ['"num_\\e[2Jprocesses": 2', 'main_process_ip: "\\x9b2J"', 'fsdp_config: {"x": ["\\u202Etxt"]}']
+)
+def test_a_configuration_cannot_steer_a_terminal(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InvalidDataError, match="has control characters in") as refused:
+        load_mapping(tmp_path / "config.yaml")
+    assert str(refused.value).isprintable()
+    (tmp_path / "config.yaml").write_text('main_training_function: "a\\tb\\nc"\ndeepspeed_config: {名前: "\u3000道"}')
+    assert load_mapping(tmp_path / "config.yaml")["main_training_function"] == "a\tb\nc"

@@ -81,7 +81,7 @@ _HOME_OF = {
     "init_empty_weights": "inference.empty",
     "init_on_device": "inference.empty",
     "linear_cross_entropy": "parallel.modules.memory.losses",
-    "load": "checkpoint.formats.saving",
+    "load": "checkpoint.formats.codec",
     "load_and_quantize_model": "inference.quantized",
     "load_checkpoint_and_dispatch": "inference.loading",
     "load_checkpoint_in_model": "inference.loading",
@@ -118,8 +118,10 @@ if TYPE_CHECKING:
     from .accelerator import (
         Accelerator as Accelerator,
     )
-    from .checkpoint.formats.saving import (
+    from .checkpoint.formats.codec import (
         load as load,
+    )
+    from .checkpoint.formats.saving import (
         save as save,
     )
     from .checkpoint.parts.fsdp_files import (

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,6 +92,31 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+@contextmanager
+def locked(folder: Path, seconds: float) -> Iterator[None]:
+    """Let one process at a time run the block; without the lock after so many seconds, or where there are no locks."""
+    descriptor: int | None = None
+    if fcntl is not None:
+        until = time.monotonic() + seconds
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            while not _is_locked_now(descriptor) and time.monotonic() < until:
+                time.sleep(0.01)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _is_locked_now(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _locked(folder: Path) -> bool:

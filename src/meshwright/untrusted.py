@@ -20,6 +20,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 import types
 from collections import Counter, OrderedDict
@@ -51,6 +52,8 @@ _LARGEST = 1e300
 _MOST_YAML = 1 << 20
 _MOST_MERGED = 10_000
 _MOST_BRACKETS = 400  # in comments and texts, too
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What is no text, but for lines and tabs, and what turns the direction of writing."""
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -77,6 +80,14 @@ def read_bytes(path: str | os.PathLike[str], what: str, *, most_bytes: int = MOS
     if len(content) > most_bytes:
         raise InvalidDataError(f"{what} is larger than {most_bytes:,} bytes: {os.fspath(path)}")
     return content
+
+
+def read_text(path: str | os.PathLike[str], what: str, *, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a regular file in UTF-8 that is not larger than `most_bytes`."""
+    try:
+        return read_bytes(path, what, most_bytes=most_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidDataError(f"{what} is not text in UTF-8: {error}") from None
 
 
 def read_json(path: str | os.PathLike[str], what: str, *, most_bytes: int = MOST_BYTES) -> Plain:
@@ -251,6 +262,17 @@ def printable(text: str, most: int = 200) -> str:
     """Return a text without control characters, and not longer than `most`: it may come from a stranger."""
     cut = text if len(text) <= most else f"{text[:most]}…"
     return "".join(character if character.isprintable() else "·" for character in cut)
+
+
+def require_no_control(root: object, what: str) -> None:
+    """Refuse texts that would steer a terminal when a message shows them; lines and tabs are allowed."""
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str) and _CONTROL.search(value):
+            raise InvalidDataError(f"{what} has control characters in {printable(value, 60)!r}")
+        if isinstance(value, CONTAINERS):
+            pending += _parts(value)
 
 
 def printable_lines(text: str) -> str:

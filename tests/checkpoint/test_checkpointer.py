@@ -9,6 +9,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ from meshwright.checkpoint.commit.engine import CheckpointError
 from meshwright.checkpoint.formats import codec
 from meshwright.checkpoint.layout import COMMIT_FILE
 from meshwright.checkpoint.storage.store import LocalStore
+from meshwright.temporary import locked
+from tests import warm
 from tests.launching import run_script
 from tests.ranks import ranks, run_on_ranks
 from tests.seeds.documents import DIRECTORY, python_blocks
@@ -77,6 +81,66 @@ def test_a_folder_with_checkpoints_of_an_earlier_run_is_told_once(
     resumed.accelerator.load_state()
     resumed.accelerator.save_state()
     assert "earlier run" not in caplog.text
+
+
+def test_two_runs_that_save_in_one_folder_at_once_replace_nothing_of_each_other(tmp_path: Path) -> None:
+    """Two real processes, each with saves in the background, too."""
+    runs = [
+        warm.Popen(
+            [sys.executable, "-m", "tests.checkpoint.saving_beside_another", str(tmp_path), str(own), str(3 - own)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for own in (1, 2)
+    ]
+    saved, complaints = [], []
+    for run in runs:
+        out, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+        saved.append(json.loads(out))
+        complaints.append(err)
+    assert not saved[0].keys() & saved[1].keys(), "each run has names of its own"
+    assert sorted(saved[0] | saved[1]) == sorted(map(str, (tmp_path / "checkpoints").iterdir())), "and nothing is left"
+    assert len(saved[0]) == len(saved[1]) == 5
+    for path, stamp in (saved[0] | saved[1]).items():
+        run_again = StampedRun(tmp_path)
+        run_again.accelerator.load_state(path)
+        assert run_again.stamp_of_all() == stamp, path
+    assert "Another run saves into" in "".join(complaints)
+
+
+def test_a_folder_that_somebody_keeps_locked_delays_a_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.storage.store.SECONDS_TO_NAME", 0.2)
+    (tmp_path / "checkpoints").mkdir()
+    with locked(tmp_path / "checkpoints", 1):
+        run = StampedRun(tmp_path, project_options={"total_limit": None})
+        assert run.accelerator.save_state().endswith("checkpoint_0")
+
+
+def test_a_name_that_another_run_takes_where_nothing_locks_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without locks: the other run commits between the choice of the name and the commit."""
+    runs = [StampedRun(tmp_path, project_options={"total_limit": None}) for _ in range(2)]
+    for number, run in enumerate(runs):
+        run.stamp(number + 1)
+
+    def other_first(*_: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(LocalStore, "is_taken", lambda *_: False)
+        runs[1].accelerator.save_state()
+
+    monkeypatch.setattr(runs[0].accelerator._checkpointer.staging, "synchronize", other_first)
+    with pytest.raises(CheckpointError, match="Another run has made a checkpoint of this name in the meantime"):
+        runs[0].accelerator.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
+    assert runs[0].accelerator.resume()
+    assert runs[0].stamp_of_all() == 2
+    assert runs[0].accelerator.save_state().endswith("checkpoint_1")
 
 
 def test_going_back_to_an_older_checkpoint_overwrites_none(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The published module `accelerate.utils.other`."""
 
+from meshwright.checkpoint.formats.codec import load as load
 from meshwright.checkpoint.formats.saving import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-    load as load,
     save as save,
 )
 from meshwright.inference.planning.sizes import convert_bytes as convert_bytes

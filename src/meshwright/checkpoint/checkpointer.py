@@ -101,7 +101,9 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._preemption: Preemption | None = None
-        self._warned_target = self._warned_other_target = False
+        self._warned_target = self._warned_other_target = self._warned_other_run = False
+        self._last_saved: int | None = None
+        """The number of the last automatic checkpoint of this run."""
         self.copies: MemoryCopies | None = None
         """The copies in host memory, if they are enabled."""
         self.trace: ResumeTrace | None = None
@@ -276,11 +278,11 @@ class Checkpointer:
         call: SaveCall | None,
         wait: bool,
     ) -> str:
-        store, name, iteration = self._target(target, engine)
+        store, name = self._target(target, engine)
         save = "" if call is None else call.save
-        draft = engine.open(store, name, step=self.prepared.window.step, iteration=iteration, save=save)
+        draft = engine.open(store, name, step=self.prepared.window.step, save=save)
         if call is not None:
-            opened = Opened(save=save, path=draft.path, name=name, token=draft.token, iteration=iteration)
+            opened = Opened(save=save, path=draft.path, name=draft.name, token=draft.token, iteration=draft.iteration)
             self.announcements.announce_opened(call, opened)
         if form == SHARDS or any(self.prepared.strategy.engine_states(models)):
             self._refuse_separate_disks()
@@ -299,8 +301,8 @@ class Checkpointer:
         else:
             self._pending = self._background_thread().submit(self._finish, engine, draft)
             logger.info("Saving %s in the background from %d MB of copies", draft.path, self.staging.num_bytes >> 20)
-        if iteration is not None:
-            self.project.iteration = iteration + 1
+        if draft.iteration is not None:
+            self.project.iteration = draft.iteration + 1
         return str(draft.path)
 
     def _save_supplement(
@@ -485,25 +487,44 @@ class Checkpointer:
 
     # --- locations ------------------------------------------------------------------------------------------------
 
-    def _target(self, target: str | None, engine: CheckpointEngine) -> tuple[Store, str, int | None]:
+    def _target(self, target: str | None, engine: CheckpointEngine) -> tuple[Store, str | Callable[[], int]]:
+        """Return the store, and the name of the next checkpoint or, for an automatic one, what chooses its number."""
         given = engine.group.broadcast(target)
         if given != target and not self.project.save_on_each_node:
             self._warn_of_other_target(target, given)
             target = given
         if target is not None and not self.project.automatic_checkpoint_naming:
-            return (*self._locate(target), None)
+            return self._locate(target)
         if target is not None and not self._warned_target and self.runtime.is_main_process:
             self._warned_target = True
             logger.warning("save_state(%r): the folder is not used, because names are automatic here.", target)
         store = self._automatic_store("save_state")
-        iteration = self.project.iteration
-        with engine.consensus("the next checkpoint has no name"):
-            if engine.group.is_coordinator:  # other ranks could read the folder while it deletes
-                iteration = _next_iteration(store, iteration)
-                if iteration > self.project.iteration == 0:
-                    self._tell_of_earlier_run(store, automatic_name(iteration))
-        iteration = engine.group.broadcast(iteration)
-        return store, automatic_name(iteration), iteration
+        return store, lambda: self._next_iteration(store)
+
+    def _next_iteration(self, store: Store) -> int:
+        """Return a number above those of all automatic checkpoints whose name is free; nothing is replaced."""
+        numbers = [(iteration_of(found.name) or 0, found) for found in _automatic(store)]
+        # A folder without a record may have any name: one with a huge number does not count.
+        above = [1 + number for number, found in numbers if found.record is not None or number < _PLAUSIBLE]
+        iteration = max([self.project.iteration, *above])
+        while store.is_taken(automatic_name(iteration)):
+            iteration += 1
+        if iteration > self.project.iteration == 0:
+            self._tell_of_earlier_run(store, automatic_name(iteration))
+        if self._last_saved is not None and iteration > self._last_saved + 1:
+            self._warn_of_another_run(store)
+        self._last_saved = iteration
+        return iteration
+
+    def _warn_of_another_run(self, store: Store) -> None:
+        """Say, once, that another run saves into the folder of this one at the same time."""
+        if not self._warned_other_run:
+            self._warned_other_run = True
+            logger.warning(
+                "Another run saves into %s, too: resume() takes the newest checkpoint, whichever run made it, and "
+                "total_limit deletes those of both. Give each run a project_dir of its own.",
+                store.path(""),
+            )
 
     def _warn_of_other_target(self, own: str | None, target: str | None) -> None:
         """Say, once, that this rank uses the folder of rank 0 instead of its own."""
@@ -724,16 +745,6 @@ def _register_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
 
 def _automatic(store: Store) -> list[Found]:
     return [found for found in store.found() if iteration_of(found.name) is not None]
-
-
-def _next_iteration(store: Store, at_least: int) -> int:
-    """Return a number above those of all automatic checkpoints whose name is free; nothing is replaced."""
-    numbers = [(iteration_of(found.name) or 0, found) for found in _automatic(store)]
-    # A folder without a record may have any name: one with a huge number does not count.
-    iteration = max([at_least, *(1 + n for n, found in numbers if found.record is not None or n < _PLAUSIBLE)])
-    while store.is_taken(automatic_name(iteration)):
-        iteration += 1
-    return iteration
 
 
 def _newest(store: Store) -> str | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..config.launch.files import find_config
 from ..config.launch.options import MACHINES, OPTIONS, RESOURCES, as_flags, spellings
 from ..config.launch.parser import add_options, explicit_options
 from ..config.launch.settings import LaunchSettings
+from ..errors import InvalidDataError
 from ..program import program_name
+from ..untrusted import read_bytes
 from .console import notify
 
 LAUNCHER = (sys.executable, "-m", "meshwright", "launch")
@@ -68,8 +69,8 @@ def options_after_the_script(args: argparse.Namespace, others: Sequence[str] = (
     if not found:
         return []
     try:
-        source = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a module or a program: its options are not known
+        source = read_bytes(script, "the script").decode("utf-8", "replace")
+    except (OSError, InvalidDataError):  # a module, a program or a pipe: its options are not known
         return []
     if any(word in source for word in _READS_MANY_OPTIONS):
         return []

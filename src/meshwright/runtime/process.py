@@ -72,7 +72,7 @@ def _slurm_local_world_size() -> int:
     node = int(environment.read(environment.SLURM_NODE_ID) or 0)
     counts: list[int] = []
     for group in groups.split(","):
-        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        matched = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", group.strip())
         if matched is None:
             raise ValueError(f"{environment.SLURM_TASKS_PER_NODE}={groups!r} cannot be read: expected `2(x3),1`.")
         counts.extend([int(matched[1])] * int(matched[2] or 1))
@@ -108,7 +108,7 @@ def _address_of_mpirun(process: ProcessInfo) -> str | None:
 def first_slurm_host(nodes: str) -> str:
     """Return the first name of a Slurm node list such as `gpu[003-007,9],login1`."""
     first = re.fullmatch(r"((?:[^,\[]|\[\d[^\]]*\])+)(?:,.*)?", nodes)
-    if first is None:
+    if first is None or not nodes.isprintable():
         raise ValueError(f"The Slurm node list {nodes!r} cannot be read: expected `gpu[003-007,9],login1`.")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import os
 import pickle
@@ -20,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 
+import meshwright
 from meshwright.checkpoint.commit.engine import CheckpointError
 from meshwright.checkpoint.formats import codec
 from meshwright.checkpoint.layout import COMMIT_FILE
-from meshwright.errors import UnsafeFileError
+from meshwright.errors import InvalidDataError, UnsafeFileError
 from meshwright.inference.loading import load_checkpoint_in_model
 
 from ..runs import Notes, StampedRun
@@ -178,3 +180,64 @@ def test_a_save_warns_of_what_a_load_will_refuse(tmp_path: Path, caplog: pytest.
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_1\.pkl is not loaded"):
         run.accelerator.load_state(tmp_path / "ckpt")
     run.accelerator.load_state(tmp_path / "ckpt", {"weights_only": False})
+
+
+# --- `meshwright.load` ------------------------------------------------------------------------------------------------
+
+
+def given_as(path: Path, form: str) -> Any:
+    """Return a file as `load` takes it."""
+    match form:
+        case "a path":
+            return path
+        case "a text":
+            return str(path)
+        case "a file":
+            return path.open("rb")
+        case _:
+            stream = io.BytesIO(b"before" + path.read_bytes())
+            stream.seek(6)
+            return stream
+
+
+FORMS = ("a path", "a text", "a file", "a stream")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_load_reads_what_torch_has_written(form: str, is_old: bool, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0), "b": [1, "x"]}, tmp_path / "x", _use_new_zipfile_serialization=not is_old)
+    read = meshwright.load(given_as(tmp_path / "x", form), map_location="cpu")
+    assert read["a"].tolist() == [0, 1, 2]
+    assert read["b"] == [1, "x"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_load_refuses_what_load_state_refuses(form: str, tmp_path: Path) -> None:
+    """A dtype of NumPy that turns bytes of the file into pointers: torch makes it where the names are allowed."""
+    path = tmp_path / "x"
+    torch.save({"a": ForgedArray()}, path)
+    names = [np.dtype, np.ndarray, (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct")]
+    with torch.serialization.safe_globals(names), pytest.raises(InvalidDataError, match="dtype"):
+        meshwright.load(given_as(path, form))
+    torch.save({"a": Malicious(tmp_path / "made")}, path)
+    with pytest.raises(UnsafeFileError, match="mkdir"):
+        meshwright.load(given_as(path, form))
+    assert not (tmp_path / "made").exists()
+    meshwright.load(given_as(path, form), weights_only=False)
+    assert (tmp_path / "made").exists()
+
+
+class ForgedDtype:
+    """Eight bytes that are said to be a pointer to an object."""
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("V8", False, True), (3, "|", None, ("f",), {"f": (np.dtype("O"), 0)}, 8, 1, 0)
+
+
+class ForgedArray:
+    """Bytes of the file as elements of the forged dtype."""
+
+    def __reduce__(self) -> Any:
+        make = np.empty(0).__reduce__()[0]
+        return make, (np.ndarray, (0,), b"b"), (1, (1,), ForgedDtype(), False, b"A" * 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +150,7 @@ LIES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("scheduler.bin", value(base_lrs=3), "base_lrs is a number"),
     ("scheduler.bin", value(base_lrs=[0.1, 0.2]), "base_lrs has 1 values here and 2"),
     ("scheduler.bin", value(_last_lr=["x"]), r"_last_lr\[0\] is a text"),
+    ("scheduler.bin", as_({}), "lacks last_epoch"),
     ("custom_checkpoint_0.pkl", as_([1]), "dictionary of names"),
     ("custom_checkpoint_0.pkl", value(weight=torch.ones(7)), "weight has shape"),
     ("custom_checkpoint_0.pkl", value(weight="x"), "expected a tensor"),
@@ -319,6 +321,7 @@ class WarmUp(lr_scheduler.LRScheduler):
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "a function with a state": lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay()),
     "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2]),
     "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.2),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
@@ -344,6 +347,45 @@ def test_the_state_of_a_scheduler_fits_a_new_one_and_the_other_way_round(name: s
         assert objection_to_state(state, scheduler) is None
         assert objection_to_state({"verbose": False, **state}, scheduler) is None
         scheduler.load_state_dict(state)
+
+
+class Decay:
+    """A function of the epoch with a state."""
+
+    def __init__(self) -> None:
+        self.factor = 0.5
+
+    def __call__(self, epoch: int) -> float:
+        self.last = epoch  # a value that appears when it is called
+        return self.factor**epoch
+
+
+@pytest.mark.parametrize(
+    ("name", "forge", "reason"),
+    [
+        ("lambda", lambda state: {}, "lacks last_epoch, lr_lambdas"),
+        ("lambda", lambda state: {**state, "lr_lambdas": []}, "lr_lambdas has 1 values here"),
+        ("lambda", lambda state: {**state, "lr_lambdas": 3}, "lr_lambdas has 1 values here"),
+        ("lambda", lambda state: {**state, "lr_lambdas": [{"__wrapped__": 1}]}, "a function has attributes"),
+        ("objects", lambda state: {**state, "lr_lambdas": [None]}, "a function has attributes"),
+        ("objects", lambda state: {**state, "lr_lambdas": [{"__call__": 1}]}, "__call__, which is no value of Decay"),
+        ("objects", lambda state: {**state, "lr_lambdas": [{"factor": "x"}]}, "factor is a text"),
+        ("in a row", lambda state: {**state, "_schedulers": state["_schedulers"][:1]}, "_schedulers has 2 values here"),
+        ("in a row", lambda state: {**state, "_schedulers": [{}, {}]}, "_schedulers: the checkpoint lacks last_epoch"),
+        ("in a row", lambda state: _within(state, get_lr=1), "_schedulers: .*get_lr, which is no value of ConstantLR"),
+        ("chained", lambda state: _within(state, optimizer=1), "_schedulers: .*optimizer, which is no value"),
+        ("chained", lambda state: _within(state, last_epoch="x"), "_schedulers: last_epoch is a text"),
+    ],
+)
+def test_what_a_scheduler_holds_is_compared_too(name: str, forge: Callable[[Any], Any], reason: str) -> None:
+    kinds = {**SCHEDULERS, "objects": lambda optimizer: lr_scheduler.LambdaLR(optimizer, Decay())}
+    scheduler = kinds[name](sgd())
+    assert objection_to_state(copy.deepcopy(scheduler.state_dict()), scheduler) is None
+    assert re.search(reason, objection_to_state(forge(copy.deepcopy(scheduler.state_dict())), scheduler) or "")
+
+
+def _within(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {**state, "_schedulers": [{**state["_schedulers"][0], **values}, *state["_schedulers"][1:]]}
 
 
 def test_schedulers_of_others_judge_themselves() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint.formats.saving import flush
 from meshwright.checkpoint.layout import COMMIT_FILE, FORMAT, CommitRecord, FileFacts
 from meshwright.checkpoint.storage.store import LocalStore
 
@@ -166,6 +167,23 @@ def test_a_save_survives_somebody_who_names_its_draft(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Path, "rename", look_in_between)
     commit(store, "a", "new")
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a" / "model.bin").read_text() == "new"
+
+
+@pytest.mark.parametrize("flushed", [COMMIT_FILE, "a"])
+def test_a_save_survives_somebody_who_names_its_draft_before_it_is_flushed(
+    flushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loads finds the record before the one that saves goes on."""
+
+    def look_first(path: Path) -> None:
+        if path.name == flushed and ".partial-" in str(path):
+            LocalStore(tmp_path).recover("a")
+        flush(path)
+
+    monkeypatch.setattr("meshwright.checkpoint.storage.store.flush", look_first)
+    commit(LocalStore(tmp_path), "a", "new")
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a" / "model.bin").read_text() == "new"
 

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshwright.commands.cli import main
 
@@ -73,3 +74,20 @@ def test_it_runs_gcloud_and_reports_its_failure(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
     with pytest.raises(SystemExit, match=missing):
         main(["tpu-config", *words, "--debug"])
+
+
+@pytest.mark.parametrize("name", ["--ssh-flag=-oProxyCommand=touch stolen", "a\x1b[2J", "a b", "-x", "a\nb"])
+def test_a_name_that_is_an_option_of_gcloud_or_of_the_terminal_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for tpu, zone in ((name, "zone"), ("pod", name)):
+        file.write_text(yaml.safe_dump({"tpu_name": tpu, "tpu_zone": zone}))
+        with pytest.raises(SystemExit, match="is no name|has control characters") as refused:
+            main(["tpu-config", "--config_file", str(file), "--command", "ls", "--debug"])
+        assert str(refused.value).isprintable()
+
+
+def test_a_version_is_one_word_of_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--install_accelerate", "--accelerate_version", "1; touch stolen", "--command", "ls\x1b[2J"]
+    main(["tpu-config", *POD, *words, "--debug"])
+    said = capsys.readouterr().out
+    assert "pip install 'accelerate==1; touch stolen'; ls·[2J" in said

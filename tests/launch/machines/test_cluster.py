@@ -7,6 +7,7 @@ import os
 import pytest
 
 from meshwright.config.launch.settings import LaunchSettings
+from meshwright.errors import LaunchError
 from meshwright.launch.machines.cluster import TASKS_PER_MACHINE, Cluster, expand_node_list, find_cluster
 from meshwright.launch.plan import make_plan
 
@@ -140,3 +141,43 @@ def test_flags_win_over_the_batch_system_and_a_file_does_not(monkeypatch: pytest
 )
 def test_all_names_of_a_slurm_list(nodes: str, names: list[str]) -> None:
     assert expand_node_list(nodes) == names
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "gpu[0-99999999]",
+        "gpu[1-300]x[1-300]",
+        "a[0-9],b[1-99999]",
+        "gpu[" + "9" * 5000 + "]",
+        "gpu[1-x]",
+        "gpu[--help]",
+    ],
+)
+def test_a_list_without_end_or_sense_is_refused_by_name(nodes: str) -> None:
+    with pytest.raises(LaunchError, match=r"The Slurm node list '(gpu|a)") as refused:
+        expand_node_list(nodes)
+    assert len(str(refused.value)) < 400
+
+
+ESCAPE = "\x1b[2J\x07"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        (JOB | {"SLURM_JOB_NUM_NODES": ESCAPE}, "SLURM_JOB_NUM_NODES"),
+        (JOB | {"SLURM_JOB_NUM_NODES": "9" * 5000}, "SLURM_JOB_NUM_NODES"),
+        (JOB | {"SLURM_NTASKS": 2, "SLURM_TASKS_PER_NODE": "x"}, "SLURM_TASKS_PER_NODE"),
+        (STEP | {TASKS_PER_MACHINE: "two"}, TASKS_PER_MACHINE),
+        (STEP | {"SLURM_STEP_NODELIST": f"n{ESCAPE}[1-2]"}, "Slurm node list"),
+        (STEP | {"SLURM_PROCID": ESCAPE}, "Slurm"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x999999999999)"}, "TASKS_PER_NODE"),
+    ],
+)
+def test_words_of_the_batch_system_that_are_none_are_refused_by_name(
+    variables: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises((LaunchError, ValueError), match=name) as refused:
+        found(monkeypatch, **variables)
+    assert str(refused.value).isprintable()

@@ -42,6 +42,8 @@ def test_filters(tmp_path: Path) -> None:
         ("first\n", {}, r"line 1: 'first' cannot be read: write `name slots=8`"),
         ("a slots=1\na slots=1\n", {}, "is named twice"),
         ("# nobody\n", {}, "names no machine"),
+        ("a\x1b[2J slots=1\n", {}, r"line 1: 'a·\[2J slots=1' cannot be read"),
+        ("-x slots=1\n", {}, "cannot be read"),
         ("a slots=1\nb slots=2\n", {}, "different slots"),
         ("a slots=1\nb slots=1\n", {}, "is not among the machines of .*: give --machine_rank"),
         ("a slots=1\n", {"deepspeed_inclusion_filter": "c"}, "names 'c', which is not in the hostfile"),

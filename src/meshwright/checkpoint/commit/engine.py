@@ -27,6 +27,7 @@ from ..layout import (
     PROGRESS_FILE,
     CommitRecord,
     FileFacts,
+    automatic_name,
     is_published,
     random_states_file,
     supplement_file,
@@ -142,14 +143,35 @@ class CheckpointEngine:
     def __init__(self, group: CheckpointGroup) -> None:
         self.group = group
 
-    def open(self, store: Store, name: str, *, step: int, iteration: int | None, save: str = "") -> Draft:
-        """Create the folder into which a checkpoint is written."""
-        token, folder = self.group.broadcast(uuid.uuid4().hex[:8]), Path()
+    def open(self, store: Store, name: str | Callable[[], int], *, step: int, save: str = "") -> Draft:
+        """Create the folder into which a checkpoint is written: of a name, or of the number that a function returns.
+
+        The coordinator calls the function when no other run chooses one.
+        """
+        token, folder, iteration = self.group.broadcast(uuid.uuid4().hex[:8]), Path(), None
+        problem: Exception | None = None
+        if callable(name):
+            choose, name = name, ""
+            with self.consensus("the next checkpoint has no name"):
+                if self.group.is_coordinator:
+                    store.clean_up(None)
+                    with store.naming():
+                        iteration = choose()
+                        name = automatic_name(iteration)
+                        try:
+                            folder = store.draft(name, token)
+                        except (OSError, ValueError) as error:  # which the other ranks shall hear with the name
+                            problem = error
+            name, iteration = self.group.broadcast((name, iteration))
+        else:
+            with self.consensus(f"checkpoint {store.path(name)} was not made"):
+                if self.group.is_coordinator:
+                    store.clean_up(name)
         with self.consensus(f"checkpoint {store.path(name)} was not made"):
-            if self.group.is_coordinator:
-                store.clean_up(name if iteration is None else None)
-        with self.consensus(f"checkpoint {store.path(name)} was not made"):
-            folder = store.draft(name, token)
+            if problem is not None:
+                raise problem
+            if iteration is None or not self.group.is_coordinator:
+                folder = store.draft(name, token)
         return Draft(store=store, name=name, token=token, folder=folder, step=step, iteration=iteration, save=save)
 
     def written_here(self, parts: Sequence[Part]) -> list[Part]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import InvalidDataError, UnsafeFileError
 from ...precision.quantized import is_composed, parts_of, with_parts
 from ...runtime.collectives.nested import leaves, recursively_apply
-from ...runtime.streams.mapping import copy_storages
+from ...runtime.streams.mapping import MappedFile, copy_storages
 from ...untrusted import open_regular
 from ..layout import FileFacts
 from .objects import read_objects, read_old_objects
@@ -53,14 +55,14 @@ def read(path: Path, **load_options: Any) -> Any:
 
     The tensors have memory of their own, unless `mmap=True` is given: the file may be deleted, also on a network disk.
     """
-    with open_regular(path, path.name) as stream:
-        is_archive = stream.read(len(_ARCHIVE)) == _ARCHIVE
+    content = _mapped(path)
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True} | load_options
+    is_archive = _is_archive(content)
     if not options["weights_only"]:
         return torch.load(path, **(options if is_archive else options | {"mmap": None}))
-    read = _read_data(path, read_objects if is_archive else read_old_objects)
+    read = _read_data(content, str(path))
     if is_archive and not options.get("mmap"):
         try:
             read = _with_own_memory(read)
@@ -69,15 +71,58 @@ def read(path: Path, **load_options: Any) -> Any:
     return _placed(read, options["map_location"])
 
 
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what `torch.save` wrote; a file that holds code is refused unless `weights_only=False` is given.
+
+    It is read as `load_state` reads it, and then by torch, whose options it takes.
+    """
+    options = {"weights_only": True, **kwargs}
+    if options["weights_only"] in (True, None):  # None is torch's default, which is True
+        _require_data(f)
+    return torch.load(f, map_location=map_location, **options)
+
+
+def _require_data(file: Any) -> None:
+    """Refuse a file, or the rest of a stream, that is not data only."""
+    if isinstance(file, (str, os.PathLike)):
+        content, what = _mapped(Path(file)), os.fspath(file)
+    else:
+        content, what = _rest_of(file), str(getattr(file, "name", "the stream"))
+    _read_data(content, what)
+
+
 _REMEDY = (
     "If you trust where it comes from, allow the class with torch.serialization.add_safe_globals, or pass "
     'load_kwargs={"weights_only": False}'
 )
 
 
-def _read_data(path: Path, read: Callable[[Path], Any] = read_objects) -> Any:
+def _mapped(path: Path) -> Tensor:
+    """Return the bytes of a regular file."""
+    with open_regular(path, path.name):
+        return MappedFile(path).bytes
+
+
+def _rest_of(stream: Any) -> Tensor:
+    """Return the bytes of a stream from where it is; those of a file are mapped."""
+    start = stream.tell()
     try:
-        return read(path)
+        whole: Any = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (AttributeError, OSError, ValueError):
+        rest = bytearray(stream.read())
+        stream.seek(start)
+        return torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(whole, dtype=torch.uint8)[start:]
+
+
+def _is_archive(content: Tensor) -> bool:
+    return bytes(content[: len(_ARCHIVE)].tolist()) == _ARCHIVE
+
+
+def _read_data(content: Tensor, what: str) -> Any:
+    """Return what the bytes of a file of `torch.save` hold; of an archive, its tensors are views of them."""
+    try:
+        return (read_objects if _is_archive(content) else read_old_objects)(content, what)
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{error}. {_REMEDY}", error.culprit) from None
 
@@ -146,7 +191,7 @@ def _is_plain_tensor(leaf: Any) -> bool:
 def culprit_in(path: Path) -> str | None:
     """Return the name of what `read` will refuse in a file, or None. Tensors are not read."""
     try:
-        _read_data(path)
+        _read_data(_mapped(path), str(path))
     except UnsafeFileError as error:
         return error.culprit
     return None

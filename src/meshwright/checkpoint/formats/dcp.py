@@ -103,7 +103,8 @@ class SafeReader(FileSystemReader):
         if place.relative_path not in self._files:
             self._files[place.relative_path] = MappedFile(path)
         what = f"{index.fqn} in {path}"
-        chunk = Records(self._files[place.relative_path], place.offset, place.length, what).read()
+        content = self._files[place.relative_path].bytes[place.offset : place.offset + place.length]
+        chunk = Records(content, what).read()
         if type(chunk) is not Tensor or (chunk.dtype, chunk.shape) != (dtype, self._sizes[index]):
             expected = f"{dtype} of {list(self._sizes[index])}"
             raise InvalidDataError(f"{what} is damaged: it is not the {expected} of the table")

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import PosixPath, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidDataError, UnsafeFileError
-from ...runtime.streams.mapping import MappedFile
 from ...untrusted import printable
 from .pickles import Constructor, PendingObject, interpret, interpret_at, require, require_finished, require_keys
 
@@ -51,15 +50,14 @@ _OWN_ATTRIBUTES = ("_is_mapped_view", "trigger_wait", "device_mesh")
 """What this package looks for on tensors. Of names with two underscores NumPy takes addresses of memory."""
 
 
-def read_objects(path: Path) -> Any:
-    """Return what a file of `torch.save` holds; its tensors are views of the file."""
-    file = MappedFile(path)
-    return Records(file, 0, file.size, str(path)).read()
+def read_objects(content: Tensor, what: str) -> Any:
+    """Return what the bytes of a file of `torch.save` hold; its tensors are views of them."""
+    return Records(content, what).read()
 
 
-def read_old_objects(path: Path) -> Any:
+def read_old_objects(file: Tensor, what: str) -> Any:
     """Return what a file of `torch.save` before torch 1.6 holds: pickles one after the other, then the numbers."""
-    content = path.read_bytes()
+    content = bytes(file.numpy())
     storages: dict[str, _Storage] = {}
     left = len(content)
 
@@ -74,7 +72,7 @@ def read_old_objects(path: Path) -> Any:
         require(storages[name].bytes.nbytes() == count * kind.dtype.itemsize, "a storage has two sizes")
         return _Storage(storages[name].bytes, kind.dtype)
 
-    names, what, end = TorchNames(storage), str(path), 0
+    names, end = TorchNames(storage), 0
     head = []
     for _ in range(3):  # a number, a version, facts about the machine
         value, end = interpret_at(content, end, names, what)
@@ -89,12 +87,10 @@ def read_old_objects(path: Path) -> Any:
         target = storages[name]
         size = target.bytes.nbytes()
         (count,) = struct.unpack("<q", content[end : end + 8].ljust(8))
-        numbers = content[end + 8 : end + 8 + size]
+        numbers = file[end + 8 : end + 8 + size]
         is_whole = count * target.dtype.itemsize == size == len(numbers)
         require(is_whole, f"{what} is damaged: the numbers of a storage are not whole")
-        if size:
-            raw = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
-            torch.empty(0, dtype=torch.uint8).set_(target.bytes).copy_(raw)
+        torch.empty(0, dtype=torch.uint8).set_(target.bytes).copy_(numbers)
         end += 8 + size
     return result
 
@@ -111,11 +107,11 @@ def _reference(key: Any) -> tuple[_StorageKind, str, int]:
 class Records:
     """The records of `torch.save`: an uncompressed zip archive, in a file or in a part of one."""
 
-    def __init__(self, file: MappedFile, start: int, size: int, what: str) -> None:
+    def __init__(self, content: Tensor, what: str) -> None:
         self._what = what
-        self._storage_bytes = file.bytes.untyped_storage()
-        self._start = start
-        part: Any = file.bytes[start : start + size].numpy()
+        self._storage_bytes = content.untyped_storage()
+        self._start = content.storage_offset()
+        part: Any = content.numpy()
         self._content = memoryview(part)
         self._storages: dict[str, Any] = {}
         try:

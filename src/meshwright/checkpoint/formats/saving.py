@@ -50,11 +50,6 @@ def save(
             torch.save(obj, partial)
 
 
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load what `torch.save` wrote; a file that holds code is refused unless `weights_only=False` is given."""
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
-
-
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside a file; rename it to the file after the block, or delete it on an error."""

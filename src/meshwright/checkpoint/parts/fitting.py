@@ -29,6 +29,7 @@ _MOST_NUMBER = 1 << 63
 _MOST_DIMENSIONS = 12
 _NOT_COMPARED = ("verbose", "params", "param_names")
 """Names of which other versions of torch have values of another kind, or which have nothing to do with the numbers."""
+_OF_EVERY_SCHEDULER = ("last_epoch", "lr_lambdas", "_schedulers")
 _ONE_PER_GROUP = ("base_lrs", "_last_lr", "min_lrs")
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov", "centered")
 _MAY_LACK_MOMENTUM = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
@@ -145,22 +146,55 @@ def _objection_to_scheduler(state: Any, scheduler: Any) -> str | None:
     if not isinstance(state, Mapping):
         return _expected("the state", "a dictionary", state)
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        # torch sets what the file names on the object, and that could be a method, or the optimizer.
-        kind = type(scheduler)
-        taken = {
-            "optimizer",
-            *(name for name in dir(kind) if name.startswith("__") or _is_behaviour(getattr(kind, name))),
-        } - own.keys()
-        hidden = [name for name in state if not isinstance(name, str) or name in taken]
-        if hidden:
-            return (
-                f"the checkpoint has {printable(str(hidden[0]), 60)}, which is no value of {type(scheduler).__name__}"
-            )
+        if (found := _objection_to_names(state, own, scheduler)) is not None:
+            return found
+        missing = [name for name in _OF_EVERY_SCHEDULER if name in own and name not in state]
+        if missing:
+            return f"the checkpoint lacks {', '.join(missing)}"
+        if (found := _objection_to_inner(state, own, scheduler)) is not None:
+            return found
     for name in _ONE_PER_GROUP:
         there, here = state.get(name), own.get(name)
         if isinstance(there, (list, tuple)) and isinstance(here, (list, tuple)) and len(there) != len(here):
             return f"{name} has {len(here)} values here and {len(there)} in the checkpoint"
     return _difference_of_mappings(state, own, "")
+
+
+def _objection_to_inner(state: Mapping[str, Any], own: Mapping[str, Any], scheduler: Any) -> str | None:
+    """Return why the states of schedulers or functions that a scheduler holds do not fit them."""
+    for name in ("_schedulers", "lr_lambdas"):
+        if name not in own:
+            continue
+        inner = state[name]
+        if not isinstance(inner, (list, tuple)) or len(inner) != len(own[name]):
+            return f"{name} has {len(own[name])} values here and others in the checkpoint"
+        if name == "_schedulers":
+            found = _first(map(_objection_to_scheduler, inner, scheduler._schedulers))
+        else:
+            found = _first(map(_objection_to_function, inner, own[name], scheduler.lr_lambdas))
+        if found is not None:
+            return f"{name}: {found}"
+    return None
+
+
+def _objection_to_names(state: Mapping[Any, Any], own: Mapping[str, Any], owner: Any) -> str | None:
+    """Refuse names that torch would set on an object and that are no values of it: a method, or the optimizer."""
+    kind = type(owner)
+    behaviour = {name for name in dir(kind) if name.startswith("__") or _is_behaviour(getattr(kind, name))}
+    taken = {"optimizer", *behaviour} - own.keys()
+    hidden = [name for name in state if not isinstance(name, str) or name in taken]
+    return (
+        f"the checkpoint has {printable(str(hidden[0]), 60)}, which is no value of {kind.__name__}" if hidden else None
+    )
+
+
+def _objection_to_function(state: Any, own: Any, function: Any) -> str | None:
+    """Compare the attributes of an object that is called for a learning rate; a plain function has none."""
+    if own is None or state is None:
+        return None if own is state else "a function has attributes"
+    if not isinstance(state, Mapping):
+        return _expected("the state", "a dictionary", state)
+    return _objection_to_names(state, own, function) or _difference_of_mappings(state, own, "")
 
 
 def _is_behaviour(value: Any) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ...temporary import Hold, is_held
+from ...temporary import Hold, is_held, locked
 from ..formats.saving import atomic_write, flush
 from ..layout import (
     COMMIT_FILE,
@@ -25,6 +26,8 @@ from ..layout import (
     unfinished_name,
 )
 
+SECONDS_TO_NAME = 10.0
+"""How long a save waits for other runs to choose the names of theirs. Whoever can read the folder can lock it."""
 _REASONS = {"partial": "it was not finished", "removed": "it is being deleted", "replaced": "it was replaced"}
 
 
@@ -46,6 +49,9 @@ class Store(Protocol):
     is_shared: bool
     """All ranks write into one folder; otherwise each has its own, which is published."""
 
+    def naming(self) -> AbstractContextManager[object]:
+        """Let one run at a time look for a free name and make the draft that takes it."""
+
     def draft(self, name: str, token: str) -> Path:
         """Return a local folder into which a checkpoint is written."""
 
@@ -53,7 +59,7 @@ class Store(Protocol):
         """Make the files of this process visible to all, still uncommitted."""
 
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
-        """Make the draft the checkpoint of this name, atomically."""
+        """Make the draft the checkpoint of this name, atomically; an automatic one replaces none of another run."""
 
     def add_to_draft(self, draft: Path, name: str, token: str) -> None:
         """Add the files of this rank to the draft of another, if it is not committed yet."""
@@ -80,7 +86,7 @@ class Store(Protocol):
         """Tell whether there is a checkpoint to load."""
 
     def is_taken(self, name: str) -> bool:
-        """Tell whether there is anything of this name, which a new checkpoint would replace."""
+        """Tell whether there is anything of this name, which a new checkpoint would replace, or a draft of it."""
 
     def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
         """Return a local folder with the wanted files, those that this rank has added, and the records."""
@@ -101,6 +107,11 @@ class LocalStore:
         self.folder = Path(folder)
         self._hold: Hold | None = None
         """Marks the draft as in use: another run that saves into this folder deletes only those of nobody."""
+
+    def naming(self) -> AbstractContextManager[object]:
+        """Lock the folder, where the file system has locks."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return locked(self.folder, SECONDS_TO_NAME)
 
     def draft(self, name: str, token: str) -> Path:
         """Return the folder; create it if necessary."""
@@ -134,8 +145,9 @@ class LocalStore:
         return (self.folder / name).is_dir()
 
     def is_taken(self, name: str) -> bool:
-        """Tell whether there is a folder, a file or a link of this name."""
-        return os.path.lexists(self.folder / name)
+        """Tell whether there is a folder, a file or a link of this name, or a draft: drafts become folders."""
+        drafts = any(unfinished(path.name) == (name, "partial") for path in self._folders())
+        return drafts or os.path.lexists(self.folder / name)
 
     def fetch(self, name: str, wanted: Callable[[str], bool], rank: int) -> Path:
         """Return the checkpoint's own folder."""
@@ -146,30 +158,37 @@ class LocalStore:
 
     def commit(self, draft: Path, name: str, token: str, record: CommitRecord) -> None:
         """Write the record into a finished draft and rename it, replacing an older checkpoint if there is one."""
-        text = draft / COMMIT_FILE
+        target, aside = self.folder / name, None
         try:
-            text.write_text(record.to_json(), encoding="utf-8")
-        except OSError as error:
-            error.filename = str(text)  # a full disk does not name it
-            raise
-        flush(text)
-        flush(draft)
-        target = self.folder / name
-        aside = self._renamed_path(name, "replaced") if target.exists() else None
-        if aside is not None:
-            target.rename(aside)
-        try:
+            self._write_record(draft / COMMIT_FILE, record)
+            flush(draft)
+            if record.iteration is None and target.exists() and draft.exists():
+                aside = self._renamed_path(name, "replaced")
+                target.rename(aside)
             draft.rename(target)
-        except OSError:
-            if self._record(target)[0] is None:  # otherwise `recover` of another process renamed it
+        except OSError as error:
+            there = self._record(target)[0]
+            if draft.exists() or there is None or there.token != record.token:
                 if aside is not None:
                     aside.rename(target)
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise taken_error(target) from error
                 raise
+            flush(target / COMMIT_FILE)  # `recover` of another process has renamed it
+            flush(target)
         self._remove_emptied(draft.parent)
         flush(self.folder)
         self._release_draft()
         if aside is not None:
             self._delete_replaced(aside, name)
+
+    def _write_record(self, file: Path, record: CommitRecord) -> None:
+        try:
+            file.write_text(record.to_json(), encoding="utf-8")
+        except OSError as error:
+            error.filename = str(file)  # a full disk does not name it
+            raise
+        flush(file)
 
     def add_to_draft(self, draft: Path, name: str, token: str) -> None:
         """Copy the files that are missing, each atomically."""
@@ -308,6 +327,12 @@ class LocalStore:
 
     def _renamed_path(self, name: str, state: str) -> Path:
         return self.folder / unfinished_name(name, state, uuid.uuid4().hex[:8])
+
+
+def taken_error(target: str | os.PathLike[str]) -> OSError:
+    """Return the error for an automatic name that another run has used first, where nothing could lock it."""
+    reason = "Another run has made a checkpoint of this name in the meantime: give each run a project_dir of its own"
+    return FileExistsError(errno.EEXIST, reason, os.fspath(target))
 
 
 def added_only(record: CommitRecord, committed: CommitRecord | None) -> CommitRecord:

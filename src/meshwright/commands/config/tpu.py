@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from ...config.launch.files import find_config
 from ...config.launch.options import spellings
 from ...config.launch.parser import verb_parser
 from ...program import program_name
+from ...untrusted import printable, read_text
 
 _FOLDER = "/usr/share"
 _DEVELOPMENT = "git+https://github.com/huggingface/accelerate.git"
@@ -51,7 +54,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(f"{program_name()} tpu-config: {error}") from error
     if args.debug:
-        print(f"Running {' '.join(words)}")
+        print(f"Running {printable(' '.join(words), 1 << 20)}")
         return
     try:
         subprocess.run(words, check=True)
@@ -84,6 +87,8 @@ def _named(option: str, args: argparse.Namespace, contents: Any) -> str:
     value = getattr(args, option) or contents.get(option)
     if not value:
         raise ValueError(f"give --{option}, or write `{option}: ...` into the configuration file.")
+    if not re.fullmatch(r"[\w.:/][\w.:/-]*", str(value)):  # gcloud would read `-…` as an option of its own
+        raise ValueError(f"{option} is no name: {printable(str(value))!r}.")
     return str(value)
 
 
@@ -91,7 +96,7 @@ def _commands(args: argparse.Namespace, contents: Any) -> list[str]:
     """Return the commands: of a file, else of the command line, else of the configuration."""
     path = args.command_file or (None if args.command else contents.get("command_file"))
     if path:
-        return [line for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines() if line]
+        return [line for line in read_text(Path(path).expanduser(), "the command file").splitlines() if line]
     given = [command for commands in args.command or () for command in commands]
     return given or [str(command) for command in contents.get("commands") or ()]
 
@@ -99,4 +104,4 @@ def _commands(args: argparse.Namespace, contents: Any) -> list[str]:
 def _installing(version: str) -> str:
     if version == "latest":
         return "pip install accelerate -U"
-    return f"pip install {_DEVELOPMENT if version == 'dev' else f'accelerate=={version}'}"
+    return f"pip install {_DEVELOPMENT if version == 'dev' else shlex.quote(f'accelerate=={version}')}"

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidDataError
 from ...program import program_name
-from ...untrusted import parse_json, parse_yaml
+from ...untrusted import parse_json, parse_yaml, read_text, require_no_control
 from ..enums import DistributedType
 from ..environment import read
 from .options import AWS, BY_NAME, BY_YAML_KEY, DEEPSPEED, FSDP, MANIFESTS, MEGATRON, PARALLELISM, TPU, Option, yes_no
@@ -125,17 +124,16 @@ def read_config(path: str | Path) -> ConfigFile:
 
 def load_mapping(path: Path) -> dict[str, Any]:
     """Load a YAML or JSON file that holds keys and values."""
+    what = f"The configuration file {path}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, what)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"The configuration file {path} does not exist. Write it with "
             f"`{program_name()} config --config_file {path}`, or leave --config_file out."
         ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidDataError(f"The configuration file {path} is not text in UTF-8: {error}") from None
-    what = f"The configuration file {path}"
     contents = parse_json(text, what) if path.suffix == ".json" else parse_yaml(text, what)
+    require_no_control(contents, what)
     if contents is None:
         return {}
     if not isinstance(contents, dict):

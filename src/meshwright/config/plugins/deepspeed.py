@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedSettingError
-from ...untrusted import parse_json
+from ...untrusted import parse_json, read_text
 from ..environment import DEEPSPEED_VARIABLES, read_deepspeed
 from ..packages import has_package
 
@@ -372,7 +372,7 @@ def _load(given: Any) -> tuple[dict[str, Any], str]:
         return deepcopy(given), "the config given in code"
     path = Path(str(given)).expanduser()
     if path.is_file():
-        text, source = path.read_text(encoding="utf-8"), str(path)
+        text, source = read_text(path, str(path)), str(path)
     else:
         try:
             text, source = base64.urlsafe_b64decode(str(given)).decode("utf-8"), "the config given as base64 text"

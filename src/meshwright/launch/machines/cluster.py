@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from ...config import environment
+from ...errors import LaunchError
 from ...runtime.process import ProcessInfo, first_slurm_host, port_of_this_job
+from ...untrusted import printable
 
 TASKS_PER_MACHINE = "MESHWRIGHT_TASKS_PER_MACHINE"
 """Set by the head of a job for the launchers it starts, one per machine, which cannot read it from Slurm."""
+_MOST_MACHINES = 1 << 16
 _INTERACTIVE_STEP = "4294967290"
 """Slurm's number for the shell that `salloc` opens on the first machine of a job."""
 
@@ -60,15 +64,26 @@ def find_cluster() -> Cluster | None:
 
 def _job_allocation() -> Cluster:
     """Describe the script of an sbatch, or the shell of an salloc."""
-    machines = int(environment.read("SLURM_JOB_NUM_NODES") or 1)
+    machines = _number("SLURM_JOB_NUM_NODES") or 1
     tasks = environment.read("SLURM_TASKS_PER_NODE") if environment.read("SLURM_NTASKS") else None
     return Cluster(
         name="Slurm",
         is_head=machines > 1 or environment.read("SLURMD_NODENAME") is None,  # salloc: not on the job's machine
         num_machines=machines,
-        tasks_per_machine=int(re.split(r"\D", tasks)[0]) if tasks else None,
+        tasks_per_machine=_number("SLURM_TASKS_PER_NODE", r"(\d{1,9})(?!\d).*") if tasks else None,
         hosts=environment.read("SLURM_JOB_NODELIST"),
     )
+
+
+def _number(variable: str, form: str = r"(\d{1,9})") -> int | None:
+    """Return the number that a variable holds, or None without one."""
+    value = environment.read(variable)
+    if not value:
+        return None
+    found = re.fullmatch(form, value)
+    if found is None:
+        raise LaunchError(f"{variable}={printable(value)!r} is not a number.")
+    return int(found[1]) or None
 
 
 def _one_task_per_machine() -> bool:
@@ -85,7 +100,7 @@ def _one_machine_of_step(process: ProcessInfo) -> Cluster:
         machine_rank=process.rank,
         address=first_slurm_host(hosts) if several and hosts else None,
         port=port_of_this_job(process) if several else None,
-        tasks_per_machine=int(environment.read(TASKS_PER_MACHINE) or 0) or None,
+        tasks_per_machine=_number(TASKS_PER_MACHINE),
         hosts=hosts,
     )
 
@@ -95,14 +110,26 @@ def expand_node_list(nodes: str) -> list[str]:
     names: list[str] = []
     for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         pieces = re.split(r"\[([^\]]*)\]", group)  # text and ranges alternate
-        choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        choices = [_expand_ranges(piece, nodes) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        _require_plausible(len(names) + prod(map(len, choices)), nodes)
         names += map("".join, product(*choices))
     return names
 
 
-def _expand_ranges(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str, nodes: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if found is None:
+            raise LaunchError(
+                f"The Slurm node list {printable(nodes)!r} cannot be read: expected `gpu[003-007,9],login1`."
+            )
+        first, last = int(found[1]), int(found[2] or found[1])
+        _require_plausible(len(numbers) + last + 1 - first, nodes)
+        numbers += [str(number).zfill(len(found[1])) for number in range(first, last + 1)]
     return numbers
+
+
+def _require_plausible(number: int, nodes: str) -> None:
+    if number > _MOST_MACHINES:
+        raise LaunchError(f"The Slurm node list {printable(nodes)!r} names more than {_MOST_MACHINES:,} machines.")

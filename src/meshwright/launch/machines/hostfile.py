@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 
 from ...config.launch.settings import LaunchSettings
-from ...errors import LaunchError
+from ...errors import InvalidDataError, LaunchError
 from ...program import program_name
-from ...untrusted import printable, read_bytes
+from ...untrusted import printable, read_text
 from .cluster import Cluster
 
 _LINE = re.compile(r"(?P<host>[^\s-]\S*)\s+slots=(?P<slots>[0-9]{1,6})")
@@ -56,17 +56,19 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise LaunchError(f"There is no hostfile {path}.")
     try:
-        content = read_bytes(path, "The hostfile").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise LaunchError(f"The hostfile {path} is not text in UTF-8: {error}.") from None
+        content = read_text(path, f"The hostfile {path}")
+    except InvalidDataError as error:
+        raise LaunchError(f"{error}.") from None
     machines: dict[str, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = _LINE.fullmatch(text)
-        if found is None or found["host"] in machines:
-            why = "is named twice" if found is not None else "cannot be read: write `name slots=8`"
+        if found is None or not text.isprintable() or found["host"] in machines:
+            why = (
+                "is named twice" if found is not None and text.isprintable() else "cannot be read: write `name slots=8`"
+            )
             raise LaunchError(f"{path}, line {number}: {printable(text)!r} {why}.")
         machines[found["host"]] = int(found["slots"])
     if not machines:

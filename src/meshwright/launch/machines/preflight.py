@@ -295,7 +295,8 @@ class _Coordinator:
                 _send(link.connection, answer)
 
     def _missing_text(self, seconds: float) -> str:
-        missing = [f"{rank} ({self._hosts[rank]})" if self._hosts else str(rank) for rank in self._missing()]
+        named = dict(enumerate(self._hosts))
+        missing = [f"{rank} ({printable(named[rank])})" if rank in named else str(rank) for rank in self._missing()]
         present = [str(self._own), *(str(link.report) for _, link in sorted(self._connected.items()))]
         endpoint = f"{self._address}:{self._port}"
         note = ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...untrusted import parse_yaml
+from ...untrusted import parse_yaml, read_text
 from .device import device_module, is_cpu
 
 DEVICES = Path(__file__).with_name("catalogue.yaml")
@@ -190,7 +190,7 @@ def load(path: Path = DEVICES) -> Catalogue:
 
     data = yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
     if path != DEVICES:
-        own = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+        own = parse_yaml(read_text(path, str(path)), str(path)) or {}
     try:
         data = data if path == DEVICES else _merged(data, own)
         return _catalogue(data)
