@@ -1,5 +1,7 @@
 """The published module `accelerate.accelerator`."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch as torch
 
 from meshwright.accelerator import Accelerator as Accelerator
@@ -19,6 +21,17 @@ from .utils.dataclasses import (
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from .utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+
+if TYPE_CHECKING:
+    from .utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 
 _publish(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is used (PEP 562): few scripts offload."""
+    if name != "get_state_dict_offloaded_model":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .utils.modeling import get_state_dict_offloaded_model
+
+    return get_state_dict_offloaded_model
