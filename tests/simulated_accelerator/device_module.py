@@ -134,7 +134,7 @@ class DeviceModule(types.ModuleType):
         """Capture what this thread does inside the block, as `torch.cuda.graph`: see the note in `streams.h`."""
         self.synchronize()
         self.empty_cache()
-        torch.accelerator.empty_host_cache()
+        self.empty_host_cache()
         extension().begin_capture(capture_error_mode)
         try:
             yield
@@ -175,6 +175,9 @@ class DeviceModule(types.ModuleType):
     def empty_cache(self) -> None:
         self.calls["empty_cache"] += 1
         extension().empty_cache()
+
+    def empty_host_cache(self) -> None:
+        extension().empty_pinned_cache()
 
     def mem_get_info(self, device: Device = None) -> tuple[int, int]:
         free, total = extension().memory_info(index_of(device))
