@@ -101,7 +101,9 @@ class Program(NamedTuple):
     def starts_programs(self) -> bool:
         """Tell whether it is a launcher."""
         if self.is_module:
-            return self.words[0] == "meshwright" or self.words[0].startswith(("meshwright.commands.", "torch.distributed.run"))
+            return self.words[0] == "meshwright" or self.words[0].startswith(
+                ("meshwright.commands.", "torch.distributed.run")
+            )
         return Path(self.words[0]).name in LAUNCHERS
 
 
