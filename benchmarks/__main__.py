@@ -41,6 +41,7 @@ SUBJECTS = {
     "meter": ("ours",),
     "deepspeed": ("ours",),
     "experts": ("ours",),
+    "first_steps": ("ours",),
     "copies": ("ours",),
     "replicas": ("ours",),
     "sequences": ("ours",),

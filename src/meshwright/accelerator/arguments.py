@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from ..config.enums import DynamoBackend
-from ..config.environment import VERIFY_FOLDER, read, read_setting, variable_of
+from ..config.environment import CHECK, FIRST_STEPS, VERIFY_FOLDER, read, read_setting, variable_of
 from ..config.origins import NOT_YET
 from ..config.plugins.compilation import TorchDynamoPlugin
 from ..config.plugins.handlers import KwargsHandler
@@ -86,8 +86,14 @@ def strategy_of_run(strategy: Strategy) -> Strategy:
 
 
 def instruments_of_run() -> list[Instrument]:
-    """Return the instruments that the environment names as `package.module:Class`, separated by commas."""
-    return [_make_instrument(name.strip()) for name in (read_setting("instruments") or "").split(",") if name.strip()]
+    """Return the instruments that the environment names as `package.module:Class`, separated by commas.
+
+    The check of the first steps is one of them, unless it is switched off; `meshwright check` sees more than it does.
+    """
+    names = [name.strip() for name in (read_setting("instruments") or "").split(",") if name.strip()]
+    if CHECK not in names and read_setting("first_steps") != "off":
+        names.append(FIRST_STEPS)
+    return [_make_instrument(name) for name in names]
 
 
 def _make_instrument(name: str) -> Instrument:

@@ -39,6 +39,7 @@ SETTING_VARIABLES: Mapping[str, tuple[str, type]] = {
     "dynamo_use_dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", bool),
     "dynamo_use_fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", bool),
     "dynamo_use_regional_compilation": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", bool),
+    "first_steps": ("MESHWRIGHT_FIRST_STEPS", str),
     "fp8_amax_compute_algo": ("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", str),
     "fp8_amax_history_len": ("ACCELERATE_FP8_AMAX_HISTORY_LEN", int),
     "fp8_backend": ("ACCELERATE_FP8_BACKEND", str),
@@ -235,6 +236,10 @@ def export_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 # The instrument of `meshwright check`, and the exit code of a process in which it has found mistakes.
 CHECK = "meshwright.tools.check:check"
 CHECK_FAILED_CODE = 3
+
+# The instrument that every Accelerator has without being asked, and how it may be told to behave.
+FIRST_STEPS = "meshwright.tools.first_steps.instrument:first_steps"
+FIRST_STEPS_MODES = ("warn", "raise", "off")
 
 # The launcher's store through which the members of a run agree, as host:port, and how many processes a rank had before
 # this one; set by `meshwright launch --survive`.

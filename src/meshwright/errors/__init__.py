@@ -70,6 +70,20 @@ class StuckError(RuntimeError):
     """
 
 
+class FirstStepsWarning(UserWarning):
+    """Tell a mistake that the first two steps of a run show, at its line.
+
+    Training goes on. `MESHWRIGHT_FIRST_STEPS=raise` makes an error of it, and `off` leaves the check out.
+    """
+
+
+class FirstStepsError(RuntimeError):
+    """Report a mistake that the first two steps of a run show, with `MESHWRIGHT_FIRST_STEPS=raise`.
+
+    The rank that sees it raises it. The message begins with the line, and ends with what to do.
+    """
+
+
 class ReplicaMismatchError(RuntimeError):
     """Report replicas whose parameters are not bitwise equal.
 

@@ -65,6 +65,19 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
+def warn_at(place: tuple[str, int], message: str, category: type[Warning]) -> None:
+    """Warn at a line that was executed before, here or on another rank."""
+    path, line = place
+    warnings.warn_explicit(message, category, path, line)
+
+
+def user_place() -> tuple[str, int]:
+    """Return the file and the line of the user from which this is called, however deep in the stack."""
+    here = sys._getframe(1)
+    frame = find_user_frame(walk_frames(here)) or here
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def user_line() -> str:
     """Return the user's line from which this is called, however deep in the stack: "train.py:12"."""
     frame = find_user_frame(walk_frames(sys._getframe(1)))

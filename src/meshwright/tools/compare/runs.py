@@ -103,7 +103,8 @@ def published_side(reference: str, flags: Sequence[str]) -> tuple[Side, Interpre
 
 def our_side(flags: Sequence[str]) -> Side:
     """Return the side of this package, with shuffled samples in the order of 1.x unless the caller says otherwise."""
-    variables = {"MESHWRIGHT_DATA_ORDER": "accelerate-1"} | dict(os.environ)
+    defaults = {"MESHWRIGHT_DATA_ORDER": "accelerate-1", "MESHWRIGHT_FIRST_STEPS": "off"}
+    variables = defaults | dict(os.environ)
     return Side(f"meshwright {__version__}", sys.executable, variables, flags, is_ours=True)
 
 

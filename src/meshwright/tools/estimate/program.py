@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...accelerator import Accelerator
-from ...config.environment import SETTING_VARIABLES
+from ...config.environment import SETTING_VARIABLES, variable_of
 from ...config.plugins.offload import OffloadConfig
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...inference.estimating.batches import Loss, ModelArguments, default_loss
@@ -163,6 +163,7 @@ def _set_environment(processes: int) -> None:
     for name, _ in SETTING_VARIABLES.values():
         os.environ.pop(name, None)
     here = min(processes, _RANKS_PER_NODE)
+    os.environ[variable_of("first_steps")] = "off"
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": here}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # nobody connects

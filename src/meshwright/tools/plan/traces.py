@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...config.environment import variable_of
 from ...config.launch.files import find_config
 from ...config.launch.options import OPTIONS
 from ...config.launch.parser import explicit_options
@@ -100,6 +101,7 @@ class Traces:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "1",  # nobody connects
             "MESHWRIGHT_PLAN": "1",
+            variable_of("first_steps"): "off",
         }
         return World(
             script=self._plan.script,

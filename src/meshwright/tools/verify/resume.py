@@ -44,9 +44,9 @@ def check_resume(args: argparse.Namespace) -> None:
 
 def _run(words: Sequence[str], folder: Path, last: int, kill_at: int | None) -> None:
     from ...checkpoint import trace
-    from ...config.environment import TRACE_FOLDER
+    from ...config.environment import TRACE_FOLDER, variable_of
 
-    variables = {TRACE_FOLDER: str(folder), trace.LAST: str(last)}
+    variables = {TRACE_FOLDER: str(folder), trace.LAST: str(last), variable_of("first_steps"): "off"}
     if kill_at is not None:
         variables[trace.KILL_AT] = str(kill_at)
     command = [*LAUNCHER, *words]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...config.environment import VERIFY_FOLDER
+from ...config.environment import VERIFY_FOLDER, variable_of
 from ...launch.arguments import checked_settings
 from ...launch.plan import make_plan
 from ...launch.processes.forked import World, run_forked
@@ -83,6 +83,7 @@ class VerifyRuns:
             **self._plan.variables,
             **variables,
             VERIFY_FOLDER: str(folder),
+            variable_of("first_steps"): "off",
             script.ROLE: role,
             script.STEPS: str(_STEPS if self._args.steps is None else self._args.steps),
         }
