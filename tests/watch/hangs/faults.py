@@ -55,6 +55,7 @@ class Training:
         loss = self.model(self.ones(2, 4)).square().mean()
         self.accelerator.backward(loss)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.detach()
 
     def ones(self, *shape: int) -> torch.Tensor:
