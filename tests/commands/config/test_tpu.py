@@ -81,7 +81,7 @@ def test_a_name_that_is_an_option_of_gcloud_or_of_the_terminal_is_refused(name: 
     file = tmp_path / "config.yaml"
     for tpu, zone in ((name, "zone"), ("pod", name)):
         file.write_text(yaml.safe_dump({"tpu_name": tpu, "tpu_zone": zone}))
-        with pytest.raises(SystemExit, match="is no name|has control characters") as refused:
+        with pytest.raises(SystemExit, match=r"is no name|has control characters") as refused:
             main(["tpu-config", "--config_file", str(file), "--command", "ls", "--debug"])
         assert str(refused.value).isprintable()
 
