@@ -132,3 +132,35 @@ def test_plugins_are_found_beside_the_accelerator() -> None:
 
     assert accelerator.DataLoaderConfiguration is utils.DataLoaderConfiguration
     assert accelerator.GradientAccumulationPlugin is utils.GradientAccumulationPlugin
+
+
+def test_layers_for_casting_are_named_beside_the_other_constants() -> None:
+    from accelerate.utils import constants
+
+    assert issubclass(nn.Linear, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING)
+    assert not issubclass(nn.LayerNorm, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING)
+    with pytest.raises(AttributeError, match="has no attribute 'NOTHING'"):
+        _ = constants.NOTHING
+
+
+def test_what_is_left_out_of_a_file_of_variables_is_logged_by_the_published_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from accelerate.utils.environment import convert_dict_to_env_variables
+
+    assert convert_dict_to_env_variables({"GOOD": "1", "BAD": "<x"}) == ["GOOD=1\n"]
+    assert [record.name for record in caplog.records] == ["accelerate.utils.environment"]
+
+
+def test_an_old_kernel_that_is_simulated_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from accelerate.utils import check_os_kernel
+
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    for release, expected in (("5.4.0-35-generic", 1), ("5.5.0", 0), ("6.1.0-1", 0)):
+        monkeypatch.setattr("platform.release", lambda release=release: release)
+        caplog.clear()
+        check_os_kernel()
+        assert len(caplog.records) == expected, release
+        assert not expected or ("5.4.0" in caplog.text and "5.5.0" in caplog.text)

@@ -1,5 +1,7 @@
 """Published path of the names of files, of choices as words, and of required versions."""
 
+from typing import Any
+
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
@@ -49,3 +51,11 @@ __all__ = [
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":  # classes of torch, which this module does not import
+        from meshwright.inference.dispatch import CASTABLE
+
+        return CASTABLE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

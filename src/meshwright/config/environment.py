@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.environment")  # as published: programs set the level of its log
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})

@@ -436,7 +436,7 @@ def _guard_moves(model: nn.Module) -> None:
 
 # --- Layerwise casting ------------------------------------------------------------------------------------------------
 
-_CASTABLE = (
+CASTABLE = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
@@ -461,7 +461,7 @@ def attach_layerwise_casting_hooks(
         name, part = pending.pop()
         if isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns):
             continue
-        if isinstance(part, _CASTABLE):
+        if isinstance(part, CASTABLE):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(part, hook, append=True)
         else:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from meshwright import BatchSamplerShard
+from meshwright import BatchSamplerShard, SeedableRandomSampler
 from meshwright.data.order.elastic import ElasticEpoch, MicroBatch
+from meshwright.data.order.elastic_indices import ElasticIndices
+from meshwright.data.order.orders import OrderState
 from tests.sizes import sized
 
 BOUNDED = settings(
@@ -202,3 +204,16 @@ def test_a_window_takes_the_fewest_micro_batches(members: int) -> None:
         replicas=8, share=4, total=1000, start=0, rounds=4, rounds_per_window=4, members=range(members)
     )
     assert len(list(elastic.stream())) == -(-4 * 8 // members)
+
+
+def test_a_sampler_is_drawn_to_its_end_with_the_last_micro_batch_of_an_epoch() -> None:
+    sampler = SeedableRandomSampler(range(8), data_seed=1)  # it counts its epochs where they end
+    samples = BatchSamplerShard(BatchSampler(sampler, 2, drop_last=False))
+    indices = ElasticIndices(samples, OrderState(sampler), members=(0,), rank=0)
+    for epoch in (0, 1):  # one member of two is left, so that a window of two rounds takes four micro-batches
+        indices.begin_epoch(
+            ElasticEpoch(replicas=2, share=1, total=8, start=0, rounds=4, rounds_per_window=2, members=(0,))
+        )
+        read = [(index, sampler.epoch) for (index,) in indices]
+        assert sorted(index for index, _ in read) == list(range(8))
+        assert [seen for _, seen in read] == [epoch] * 7 + [epoch + 1]

@@ -11,6 +11,7 @@ main device reserves memory for the largest of these layers and, unless they are
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from ...runtime.devices.device import accelerator_type, free_memory, shares_host
 from ..tensors import READS_CHILD_WEIGHTS
 from .sizes import as_classes, compute_module_sizes, convert_file_size_to_int, get_max_layer_size, tensor_size
 
+logger = logging.getLogger(__name__)
 Place = int | str | torch.device
 OFFLOADED = ("cpu", "disk")
 UNLIMITED = float("inf")
@@ -342,11 +344,11 @@ class _Planner:
         )
 
     def _warn_about_layers(self, needed: int) -> None:
-        warn(
-            f"The largest layer takes {readable(needed)}, which is more than max_memory allows on any device "
+        logger.warning(
+            f"There is insufficient memory: the largest layer takes {readable(needed)}, more than any device may use "
             f"({', '.join(f'{place}: {readable(b)}' for place, b in self.budgets.items() if place != 'disk')}). All is "
             "on disk and computed on the CPU, which exceeds its budget while that layer runs. Raise a budget to at "
-            f"least {readable(needed)}, or name fewer no_split_module_classes.",
+            f"least {readable(needed)}, or name fewer no_split_module_classes."
         )
 
 

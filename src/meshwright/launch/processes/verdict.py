@@ -529,6 +529,16 @@ _REMEDIES = (
         "around it",
     ),
     (
+        r"got mixed torch.Tensor and DTensor|must have the same mesh|local_tensor argument only accepts torch.Tensor",
+        "accelerator.clip_grad_norm_ and clip_grad_value_ instead of torch's; in a loss, param.full_tensor() of the "
+        "parameters that are DTensors; in an AveragedModel, avg_fn, which takes one parameter at a time",
+    ),
+    (
+        r"FSDP does not support deepcopy",
+        "a copy made before prepare(), and prepared like the model; an AveragedModel of the plain model: "
+        "`averaged.module = accelerator.prepare_model(averaged.module)`",
+    ),
+    (
         r"its process is gone",
         "that node's kernel log (dmesg) for an out-of-memory kill, the worker's log in Ray's session folder, and "
         "whether the node was taken away",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 from dataclasses import dataclass
 
 from packaging.version import Version
 
-from ...errors.callers import warn
 from ..process import ProcessInfo
 from . import device as devices, nvidia
 
+logger = logging.getLogger(__name__)
 _SAFE_KERNEL = "5.5.0"
 
 
@@ -67,7 +68,7 @@ def check_os_kernel() -> None:
         return
     version = re.match(r"\d+(\.\d+)*", platform.release())
     if version is not None and Version(version[0]) < Version(_SAFE_KERNEL):
-        warn(
+        logger.warning(
             f"This machine's kernel is {version[0]}: below {_SAFE_KERNEL} training on several processes may hang. "
-            "Update it.",
+            "Update it."
         )
