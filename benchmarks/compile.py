@@ -93,7 +93,8 @@ def measured(backend: str, *, regional: bool) -> Compilation:
 
 def compile_once(backend: str, regional: bool) -> Compilation:
     """Prepare and train a step, twice: the difference is what compiling took."""
-    from meshwright import Accelerator, TorchDynamoPlugin
+    from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
 
     torch.set_num_threads(1)
     torch.compile(nn.Linear(2, 2), backend=backend)(torch.randn(2, 2)).sum().backward()  # loads the compiler itself

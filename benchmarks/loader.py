@@ -38,7 +38,7 @@ def _against_the_plain_loader(rounds: int, workers: int) -> Comparison:
 
 
 def dispatched(rounds: int) -> list[Comparison]:
-    from meshwright import DataLoaderConfiguration
+    from accelerate import DataLoaderConfiguration
 
     library = current()
 

@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from meshwright import disk_offload, init_empty_weights, load_checkpoint_in_model
+from accelerate import disk_offload, init_empty_weights
+from accelerate.utils import load_checkpoint_in_model
 
 from .interleave import Comparison
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from meshwright import Accelerator, AcceleratorState, GradientState, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState, GradientState
 
 from ..task import ACCUMULATION, loss_of
 from . import SavedState

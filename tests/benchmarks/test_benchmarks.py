@@ -22,6 +22,7 @@ import torch
 from benchmarks import hang, imports, launch, venvs
 from benchmarks.__main__ import main, measure
 from benchmarks.chart import COLOURS, draw
+from benchmarks.contenders import VARIABLE
 from benchmarks.interleave import Comparison, compare
 from benchmarks.results import Results
 from benchmarks.table import render
@@ -240,3 +241,17 @@ def test_what_cannot_be_measured_is_refused(
     with pytest.raises(SystemExit):
         main(arguments)
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(REFERENCE is None, reason="set MESHWRIGHT_REFERENCE_PYTHON to accelerate 1.15's")
+def test_what_measures_both_packages_imports_neither_by_our_name() -> None:
+    program = "from benchmarks import compile, contenders, loader, offload; print(contenders.current().IS_OURS)"
+    done = subprocess.run(
+        [str(REFERENCE), "-c", program],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {VARIABLE: "accelerate"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr

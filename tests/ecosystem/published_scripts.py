@@ -190,10 +190,12 @@ def find(script: Script, checkouts: Path | None, packages: Path = PACKAGES) -> P
     """Return where a script is: in an installed package or below the checkouts; None where it is not."""
     if (packages / script.path).exists():
         return packages / script.path
-    return (
-        next((file for file in checkouts.rglob(Path(script.path).name) if str(file).endswith(script.path)), None)
-        if checkouts
-        else None
+    named = checkouts.rglob(Path(script.path).name) if checkouts else ()
+    # A research project may have a folder of the same name further down.
+    return min(
+        (file for file in named if str(file).endswith(f"/{script.path}")),
+        key=lambda file: len(file.parts),
+        default=None,
     )
 
 

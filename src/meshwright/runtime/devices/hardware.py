@@ -7,8 +7,6 @@ import platform
 import re
 from dataclasses import dataclass
 
-from packaging.version import Version
-
 from ..process import ProcessInfo
 from . import device as devices, nvidia
 
@@ -64,6 +62,8 @@ def check_cuda_fp8_capability() -> bool:
 
 def check_os_kernel() -> None:
     """Warn of a Linux kernel under which many processes were seen to hang."""
+    from packaging.version import Version  # imported on use: few scripts ask
+
     if platform.system() != "Linux":
         return
     version = re.match(r"\d+(\.\d+)*", platform.release())
