@@ -57,6 +57,7 @@ class Staging:
             return copies[key]
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
+        del copied  # it refers to itself, and would keep the buffers until garbage is collected
         staged = deepcopy(state, copies_of)  # arrays and lists are modified by training too
         late = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if buffer.is_pinned()]
         now = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if not buffer.is_pinned()]
