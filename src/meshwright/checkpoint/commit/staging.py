@@ -43,7 +43,7 @@ class Staging:
 
         def copied(tensor: Tensor) -> Tensor:
             if is_composed(own := local(tensor.detach())):  # without an address of its own
-                return dtensor_like(tensor, with_parts(own, copied))
+                return dtensor_like(tensor, with_parts(own, copied))  # noqa: F821 - deleted after its last call
             key = storage_key(tensor)
             if tensor.numel() and key in copies:  # tied weights stay tied
                 return copies[key]
