@@ -163,7 +163,8 @@ class MemoryCopies(Instrument):
         began = perf_counter()
         run, place = self.run, CopyPlacement.of(self.run.runtime, self.run.strategy)
         if place.sends and self._group is None and run.runtime.member is None:
-            self._group = dist.new_group(backend="gloo")  # of its own: it is used in the background
+            timeout = run.runtime.init_handler.timeout
+            self._group = dist.new_group(backend="gloo", timeout=timeout)  # of its own: it is used in the background
         parts = run.parts()
         state = (
             {part.name: self.staging.copy(part.name, part.capture()) for part in parts} if place.writes_state else {}

@@ -43,7 +43,7 @@ class Staging:
 
         def copied(tensor: Tensor) -> Tensor:
             if is_composed(own := local(tensor.detach())):  # without an address of its own
-                return dtensor_like(tensor, with_parts(own, copied))
+                return dtensor_like(tensor, with_parts(own, copied))  # noqa: F821 - deleted after its last call
             key = storage_key(tensor)
             if tensor.numel() and key in copies:  # tied weights stay tied
                 return copies[key]
@@ -57,6 +57,7 @@ class Staging:
             return copies[key]
 
         copies_of = {id(leaf): copied(leaf) for leaf in leaves(state) if isinstance(leaf, Tensor)}
+        del copied  # it refers to itself, and would keep the buffers until garbage is collected
         staged = deepcopy(state, copies_of)  # arrays and lists are modified by training too
         late = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if buffer.is_pinned()]
         now = [(buffer, source) for buffer, source in zip(new, sources, strict=True) if not buffer.is_pinned()]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...errors import UnsupportedSettingError
@@ -27,7 +28,7 @@ from ..modules import materialising
 from ..modules.averaging import UnshardedParameters, broadcast_parameters
 from ..modules.dtensors import any_dtensor, distribute_like, gathered, local, mesh_of, whole
 from ..modules.gradient_hooks import refuse_graphs_of_gradients, run_on_gathered
-from ..modules.means import divisors_of
+from ..modules.means import LateNumbers, divisors_of
 from ..modules.memory.activations import CheckpointedForward, refuse_recomputed
 from ..modules.references import optimizers_in, spread_copies
 from ..modules.spread import DTENSORS, FULLY_SHARD, Layout, Ranks, fsdp_modules, layout_of, rows_of, sharding_ranks
@@ -70,7 +71,8 @@ class MeshParallel(Strategy):
         self._parts: MutableMapping[nn.Module, list[FSDPModule]] = WeakKeyDictionary()
         self._sequences = self._sequence_axis()
         self._position_checks: MutableMapping[nn.Module, PositionCheck] = WeakKeyDictionary()
-        self._compares_means = self._sequences is not None
+        self._items = LateNumbers()
+        self._has_warned_of_means = False
         self._expert_parallel = ExpertParallel(mesh) if mesh.config.ep_enabled else None
         self._experts: MutableMapping[nn.Module, list[SpreadForward]] = WeakKeyDictionary()
         self._tried: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -404,21 +406,28 @@ class MeshParallel(Strategy):
         """What divides the batches of loaders: the `sp` axis."""
         return self._sequences if self._sequences is not None and self._sequences.by_heads else None
 
+    @torch.no_grad()
     def check_mean_loss(self, loss: Tensor) -> None:
-        """Warn once, at the script's line, if shards of a sequence average over different numbers of items."""
+        """Warn once, at the script's line, if shards of a sequence average over different numbers of items.
+
+        On a device the numbers of a step are looked at in a later one. All processes therefore go on to exchange them.
+        """
         sequences = self._sequences
-        if not self._compares_means or sequences is None or sequences.buffers is None:
+        if sequences is None or sequences.buffers is None:
             return
-        found = [float(whole(divisor)) for divisor in divisors_of(loss)][:_MAX_DIVISORS]
-        counts = torch.tensor(found + [0.0] * (_MAX_DIVISORS - len(found)), device=self.runtime.device)
+        counts = torch.zeros(_MAX_DIVISORS, device=self.runtime.device)
+        for place, divisor in zip(counts, divisors_of(loss), strict=False):
+            place.fill_(whole(divisor))
         extremes = torch.cat([counts, -counts])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sequences.group)
-        most, least = (part.tolist() for part in (extremes[:_MAX_DIVISORS], -extremes[_MAX_DIVISORS:]))
-        for high, low in zip(most, least, strict=True):
-            if high != low:
-                self._compares_means = False
+        found = self._items.exchange(extremes)
+        if found is None or self._has_warned_of_means:
+            return
+        for high, low in zip(found[:_MAX_DIVISORS], found[_MAX_DIVISORS:], strict=True):
+            if high != -low:
+                self._has_warned_of_means = True
                 warn(
-                    f"The loss is a mean over {low:g} items on one process and over {high:g} on another of those that "
+                    f"The loss is a mean over {-low:g} items on one process and over {high:g} on another of those that "
                     "share a sequence, and each has the same weight: gradients are not those of the whole sequence. "
                     "Give the sum and the number of items here: accelerator.backward(loss_sum, num_items=n)."
                 )
@@ -434,7 +443,7 @@ class MeshParallel(Strategy):
             if param.grad is not None:
                 by_mesh.setdefault(mesh_of(param.grad), []).append(param)
         norms = [
-            whole(torch.nn.utils.get_total_norm([param.grad for param in group], norm_type))  # type: ignore[misc]
+            whole(_norm_of_gradients([param.grad for param in group], norm_type))  # type: ignore[misc]
             for group in by_mesh.values()
         ]
         total = self._total_norm(norms, norm_type)
@@ -494,6 +503,12 @@ def _fit_kernels(optimizer: torch.optim.Optimizer) -> None:
         if group.get("fused") and len(meshes) > 1 and None in meshes:  # these take DTensors, or plain tensors
             group["fused"] = False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def _norm_of_gradients(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return their total norm. For DTensors torch chooses one kernel for each, unless it is told to use one for all."""
+    together = True if mesh_of(gradients[0]) is not None and _device_has_foreach_support(gradients[0].device) else None
+    return torch.nn.utils.get_total_norm(gradients, norm_type, foreach=together)
 
 
 def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:

@@ -58,7 +58,10 @@ def _average_bucket(params: Sequence[Tensor], group: Any) -> None:
         torch.zeros_like(local(param)) if gradient is None else gradient
         for param, gradient in zip(params, own, strict=True)
     ]
-    used = pieces[0].new_tensor([float(gradient is not None) for gradient in own])
+    used = pieces[0].new_ones(len(own))  # filled there: the device would be waited for to copy a list
+    for index, gradient in enumerate(own):
+        if gradient is None:
+            used[index].zero_()
     flat = _averaged(torch.cat([*(piece.reshape(-1) for piece in pieces), used]), group)
     *averages, used = torch.split(flat, [*(piece.numel() for piece in pieces), len(pieces)])
     for param, gradient, average, users in zip(params, own, averages, used, strict=True):

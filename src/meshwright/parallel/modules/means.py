@@ -6,9 +6,12 @@ not have. The parts are micro-batches in a pipeline, and shards of sequences in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+
+from ...runtime.devices.device import has_streams, pinned_empty
 
 _MAX_NODES = 32
 _MEAN, _SUM = 1, 2  # torch's codes for the reduction of a loss
@@ -46,3 +49,22 @@ def _divisor(node: Any) -> Any:
     if node.name() == "DivBackward0" and node._saved_other is not None and not node._saved_other.requires_grad:
         return node._saved_other
     return None
+
+
+class LateNumbers:
+    """Numbers of a device that the host reads once they have arrived: it never waits for them."""
+
+    def __init__(self) -> None:
+        self._sent: tuple[Tensor, torch.Event] | None = None
+
+    def exchange(self, numbers: Tensor) -> list[float] | None:
+        """Send numbers to the host, unless others are on their way; return what has arrived since the last call."""
+        if not has_streams(numbers.device):
+            return cast(list[float], numbers.tolist())
+        arrived = None
+        if self._sent is not None and self._sent[1].query():
+            arrived, self._sent = self._sent[0].tolist(), None
+        if self._sent is None:
+            host = pinned_empty(numbers).copy_(numbers, non_blocking=True)
+            self._sent = host, torch.accelerator.current_stream(numbers.device).record_event()
+        return arrived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class _Gather(torch.autograd.Function):
         all_gather_single(parts, padded, group=group)
         if min(sizes) < longest:
             parts = torch.cat([one[:size] for one, size in zip(parts.chunk(len(sizes)), sizes, strict=True)])
-        return _reordered(parts, sharding, sharding.inverse)
+        return _reordered(parts, sharding, "inverse")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -41,7 +41,7 @@ class _Gather(torch.autograd.Function):
         sharding: Sharding = ctx.sharding
         sizes = sharding.sizes
         longest = max(sizes)
-        gradient = _reordered(gradients[0], sharding, sharding.order).contiguous()
+        gradient = _reordered(gradients[0], sharding, "order").contiguous()
         if min(sizes) < longest:
             padded = gradient.new_zeros(len(sizes), longest, *gradient.shape[1:])
             for one, part in zip(padded, torch.split(gradient, list(sizes)), strict=True):
@@ -52,12 +52,13 @@ class _Gather(torch.autograd.Function):
         return own[: sharding.own_length], None, None
 
 
-def _reordered(tensor: Tensor, sharding: Sharding, positions: Tensor) -> Tensor:
+def _reordered(tensor: Tensor, sharding: Sharding, name: Literal["order", "inverse"]) -> Tensor:
     """Select positions of a tensor whose first dimensions are the sequence and the batch."""
     if sharding.is_in_order:
         return tensor
+    positions = sharding.on(tensor.device, name)
     if len(positions) == 1:
-        return tensor.index_select(0, positions[0].to(tensor.device))
+        return tensor.index_select(0, positions[0])
     return select(tensor.transpose(0, 1), 1, positions).transpose(0, 1)
 
 

@@ -10,7 +10,8 @@ restores the order of the keys, and takes documents from the model's own call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Sharding:
         """Whether this is the division that torch's ring attention expects."""
         start = sum(self.sizes[:rank])
         self.own = order[:, start : start + self.sizes[rank]]
+        self._placed: dict[tuple[str, torch.device], Tensor] = {}
 
     @property
     def length(self) -> int:
@@ -51,14 +53,19 @@ class Sharding:
         """Whether the concatenated parts are the sequence already."""
         return bool((self.order == torch.arange(self.length)).all())
 
+    def on(self, device: torch.device, name: Literal["own", "order", "inverse"]) -> Tensor:
+        """Return positions on a device, where they stay: a copy from the host waits for it."""
+        if (name, device) not in self._placed:
+            self._placed[name, device] = getattr(self, name).to(device)
+        return self._placed[name, device]
+
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
         """Return this process's positions of a tensor."""
-        return select(whole, dim, self.own)
+        return select(whole, dim, self.on(whole.device, "own"))
 
 
 def select(tensor: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """Select positions [sequences or 1, count] of a tensor whose first dimension is the batch."""
-    positions = positions.to(tensor.device)
+    """Select positions [sequences or 1, count], on the device of a tensor whose first dimension is the batch."""
     if len(positions) == 1:
         return tensor.index_select(dim, positions[0])
     shape = [1] * tensor.dim()
@@ -66,11 +73,13 @@ def select(tensor: Tensor, dim: int, positions: Tensor) -> Tensor:
     return torch.take_along_dim(tensor, positions.view(shape), dim)
 
 
+@lru_cache(maxsize=16)
 def contiguous(length: int, size: int, rank: int) -> Sharding:
     """Give every process one piece, in order."""
     return Sharding(torch.arange(length)[None], _even(length, size), rank)
 
 
+@lru_cache(maxsize=16)
 def head_tail(length: int, size: int, rank: int) -> Sharding:
     """Give every process one chunk from the front and one from the back."""
     chunks = torch.arange(length).chunk(2 * size)
@@ -120,16 +129,27 @@ def positions_among(buffers: Sequence[Tensor], dims: Sequence[int]) -> Tensor | 
     must be the first dimension of all buffers, because each is then divided by itself.
     """
     length = buffers[0].shape[dims[0]]
-    for buffer, dim in zip(buffers, dims, strict=True):
-        if buffer.dtype not in (torch.int32, torch.int64) or dim != buffer.dim() - 1 or buffer.dim() > 2:
+    candidates = [
+        buffer.detach().reshape(-1, length)
+        for buffer, dim in zip(buffers, dims, strict=True)
+        if buffer.dtype in (torch.int32, torch.int64) and dim == buffer.dim() - 1 and buffer.dim() <= 2
+    ]
+    if not candidates:
+        return None
+    facts = torch.stack([_facts(found).to(candidates[0].device) for found in candidates])
+    for found, (are_places, are_equal) in zip(candidates, facts.tolist(), strict=True):  # one wait for the device
+        if not are_places:
             continue
-        found = buffer.detach().reshape(-1, length)
-        follows = found[:, 1:] == found[:, :-1] + 1
-        restarts = found[:, 1:] == 0
-        if not bool((found[:, 0] == 0).all()) or not bool((follows | restarts).all()) or not bool(restarts.any()):
-            continue
-        if bool((found == found[:1]).all()):
+        if are_equal:
             return found[:1].cpu()
         batched = all(d > 0 and len(b) == len(found) for b, d in zip(buffers, dims, strict=True))
         return found.cpu() if batched and found.shape[1] == length else None
     return None
+
+
+def _facts(found: Tensor) -> Tensor:
+    """Return whether these are places in documents, one of which starts again, and whether all sequences are equal."""
+    follows = found[:, 1:] == found[:, :-1] + 1
+    restarts = found[:, 1:] == 0
+    are_places = (found[:, 0] == 0).all() & (follows | restarts).all() & restarts.any()
+    return torch.stack([are_places, (found == found[:1]).all()])
