@@ -169,6 +169,8 @@ class FirstSteps(Instrument):
     def micro_batch_started(self, accelerator: Any, models: tuple[nn.Module, ...]) -> None:
         """See whether learning rates change within a window."""
         self._accumulating.add(accelerator)
+        if not accelerator.step_scheduler_with_optimizer:  # the script said that it does this itself
+            return
         groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
         rates = [group.get("lr") for group in groups]
         before = self._rates.get(accelerator)
@@ -244,29 +246,35 @@ class FirstSteps(Instrument):
     @_quietly
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the step of an optimizer that was not prepared, if it trains what was."""
-        if self._stepping is not None or not self._has_passed or self._is_prepared(optimizer):
-            return
-        models = [model for each in self._accelerators for model in each._models]
         params = [param for param in params_of(optimizer) if param.requires_grad]
-        all_prepared = {id(param) for model in models for param in model.parameters()}
-        nothing_prepared = not any(each._optimizers for each in self._accelerators)
-        if not nothing_prepared and not any(id(param) in all_prepared for param in params):
+        if self._stepping is not None or not self._has_passed or not self._trains_what_was_prepared(optimizer, params):
             return
         steps = self._seen.setdefault(optimizer, _Steps())
         steps.made += 1
         self._end_inputs()
-        has_gradients = any(param.grad is not None for param in params)
-        steps.empty += not has_gradients
-        if steps.made == 1 and has_gradients:
+        if all(param.grad is None for param in params):
+            steps.empty += 1
+        elif steps.made == 1:
             for accelerator in self._accelerators:
                 self._write_down(accelerator, optimizer, params)
-        if steps.empty >= STEPS and any(p.grad is not None for model in models for p in model.parameters()):
+        if steps.empty >= STEPS and self._model_has_gradients():
             self._tell(
                 f"{_name(optimizer)} steps, but none of its {len(params)} parameters has a gradient, while the "
                 "prepared model has: prepare() replaced them. Give the optimizer to prepare(), together with the model."
             )
         if steps.made >= STEPS:
             self._finish()
+
+    def _trains_what_was_prepared(self, optimizer: Optimizer, params: list[Tensor]) -> bool:
+        """Tell whether a plain optimizer steps prepared parameters; a script may have others, which nobody looks at."""
+        if self._is_prepared(optimizer):
+            return False
+        names = self._names()
+        return any(id(param) in names for param in params) or not any(each._optimizers for each in self._accelerators)
+
+    def _model_has_gradients(self) -> bool:
+        models = (model for each in self._accelerators for model in each._models)
+        return any(param.grad is not None for model in models for param in model.parameters())
 
     # --- what is looked at ------------------------------------------------------------------------------------------
 
@@ -305,8 +313,7 @@ class FirstSteps(Instrument):
         """Tell whether any prepared model has a gradient, or those of this optimizer are not to be seen."""
         if early_steps_of(optimizer.optimizer) is not None:  # it steps in the backward pass
             return True
-        models = (model for each in self._accelerators for model in each._models)
-        return any(param.grad is not None for model in models for param in model.parameters())
+        return self._model_has_gradients()
 
     def _look_at_accumulation(self, accelerator: Any, steps: _Steps) -> None:
         num_steps = accelerator.gradient_accumulation_steps

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...parallel.modules.dtensors import local
 from ...runtime.collectives.nested import leaves
 
-MOST_TENSORS = 256
-_ELEMENTS = 1 << 20
+MOST_TENSORS = 128
+_ELEMENTS = 1 << 19
 """Elements that are read of all tensors together."""
 _ELEMENTS_OF_INPUT = 1 << 16
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
