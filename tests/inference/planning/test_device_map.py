@@ -250,12 +250,12 @@ def test_the_first_part_that_fits_is_found_and_the_rest_is_left() -> None:
 
 @pytest.mark.parametrize(
     ("tied", "size", "names"),
-    [([], 10, []), (["b.weight"], 13, ["b"]), (["b.weight", "c.weight"], 13, ["b", "c"])],
+    [([], 10, []), (["b.weight"], 13, ["b"]), (["b.weight", "c.weight"], 13, ["b", "c"]), (["d.weight"], 10, ["d"])],
 )
 def test_the_size_of_a_module_with_its_ties_has_shared_tensors_once(
     tied: list[str], size: int, names: list[str]
 ) -> None:
     sizes = {"b": 8, "b.weight": 5, "c": 4, "c.weight": 4}
-    modules = {"b": nn.Linear(1, 1), "c": nn.Linear(1, 1)}
+    modules = {"b": nn.Linear(1, 1), "c": nn.Linear(1, 1), "d": nn.Linear(1, 1)}  # the size of d is not given
     expected = (size, names, [modules[name] for name in names])
     assert get_module_size_with_ties(tied, 10, sizes, list(modules.items())) == expected
