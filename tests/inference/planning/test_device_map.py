@@ -28,6 +28,7 @@ from accelerate.utils.modeling import (
     clean_device_map,
     compute_module_total_buffer_size,
     fallback_allocate,
+    get_module_size_with_ties,
     get_non_persistent_buffers,
 )
 from meshwright import infer_auto_device_map, init_empty_weights
@@ -245,3 +246,16 @@ def test_the_first_part_that_fits_is_found_and_the_rest_is_left() -> None:
     assert found(sizes["0"] - 1, no_split_module_classes=["Sequential"]) == ("2", ["0", "1"])
     assert found(10_000, tied_parameters=[["0.weight", "1.0.weight"]]) == ("1.1", ["0", "1.0", "2"])
     assert found(1) == (None, ["0", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("tied", "size", "names"),
+    [([], 10, []), (["b.weight"], 13, ["b"]), (["b.weight", "c.weight"], 13, ["b", "c"]), (["d.weight"], 10, ["d"])],
+)
+def test_the_size_of_a_module_with_its_ties_has_shared_tensors_once(
+    tied: list[str], size: int, names: list[str]
+) -> None:
+    sizes = {"b": 8, "b.weight": 5, "c": 4, "c.weight": 4}
+    modules = {"b": nn.Linear(1, 1), "c": nn.Linear(1, 1), "d": nn.Linear(1, 1)}  # the size of d is not given
+    expected = (size, names, [modules[name] for name in names])
+    assert get_module_size_with_ties(tied, 10, sizes, list(modules.items())) == expected
