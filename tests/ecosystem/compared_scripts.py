@@ -26,7 +26,7 @@ KINDS = {
     # run_clm_no_trainer asks for DistributedType.TPU, and fails under 1.15 itself
     "transformers without Trainer": ("run_glue_no_trainer", "run_ner_no_trainer"),
     "transformers Trainer": ("run_glue", "run_clm"),
-    "diffusers": ("train_unconditional", "train_text_to_image_lora"),
+    "diffusers": ("train_text_to_image", "train_text_to_image_lora"),
     "TRL": ("sft", "dpo"),
     "PEFT": ("olora_finetuning", "peft_no_lora_accelerate"),
 }
