@@ -28,6 +28,7 @@ from meshwright import (
     TorchDynamoPlugin,
 )
 from meshwright.errors import UnsupportedSettingError
+from meshwright.precision import fp8
 from tests.ranks import ranks
 
 IN, OUT = 32, 16
@@ -187,6 +188,12 @@ def test_a_filter_and_a_config_of_ones_own() -> None:
     assert used.emulate, "there is no hardware for it here"
     assert dataclasses.replace(used, emulate=False) == config
     assert model(torch.randn(16, IN)).isfinite().all()
+
+
+def test_a_device_without_fp8_arithmetic_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    fp8._log_emulation.cache_clear()
+    Accelerator(cpu=True, mixed_precision="fp8").prepare(make_model())
+    assert "This cpu has no fp8 arithmetic" in caplog.text
 
 
 def test_a_model_that_has_fp8_layers_is_left_alone() -> None:

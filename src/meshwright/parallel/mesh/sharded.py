@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.utils._foreach_utils import _device_has_foreach_support
 
 from ...config.plugins.sharding import FullyShardedDataParallelPlugin
 from ...errors import UnsupportedSettingError
@@ -443,7 +442,7 @@ class MeshParallel(Strategy):
             if param.grad is not None:
                 by_mesh.setdefault(mesh_of(param.grad), []).append(param)
         norms = [
-            whole(_norm_of_gradients([param.grad for param in group], norm_type))  # type: ignore[misc]
+            whole(torch.nn.utils.get_total_norm([param.grad for param in group], norm_type))  # type: ignore[misc]
             for group in by_mesh.values()
         ]
         total = self._total_norm(norms, norm_type)
@@ -503,12 +502,6 @@ def _fit_kernels(optimizer: torch.optim.Optimizer) -> None:
         if group.get("fused") and len(meshes) > 1 and None in meshes:  # these take DTensors, or plain tensors
             group["fused"] = False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-
-
-def _norm_of_gradients(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return their total norm. For DTensors torch chooses one kernel for each, unless it is told to use one for all."""
-    together = True if mesh_of(gradients[0]) is not None and _device_has_foreach_support(gradients[0].device) else None
-    return torch.nn.utils.get_total_norm(gradients, norm_type, foreach=together)
 
 
 def norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
