@@ -59,6 +59,7 @@ def results() -> Results:
         ("experts", GENEROUS_FOR_TWO_PROCESSES),
         ("gather", GENEROUS_FOR_TWO_PROCESSES),
         ("loader", GENEROUS_FOR_TWO_PROCESSES),
+        ("first_steps", GENEROUS),
         ("log", GENEROUS),
         ("muon", GENEROUS_FOR_TWO_PROCESSES),
         ("copies", GENEROUS),
