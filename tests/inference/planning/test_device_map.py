@@ -199,6 +199,7 @@ def test_sizes() -> None:
     assert compute_module_total_buffer_size(Small()) == 40
     assert get_max_layer_size(list(Small().named_children()), compute_module_sizes(Small()), []) == (100, ["linear2"])
     assert [dtype_byte_size(d) for d in (torch.float32, torch.bfloat16, torch.bool)] == [4, 2, 1 / 8]
+    assert [dtype_byte_size(d) for d in ("float16", "torch.int8", "uint4")] == [2, 1, 1 / 2]  # type: ignore[arg-type]
     assert find_tied_parameters(SmallTied()) == [["emb.weight", "head.weight"]]
     assert get_non_persistent_buffers(nn.Sequential(Scaled()), recurse=True, fqns=True) == {"0.offset"}
     assert clean_device_map({"a.b": 0, "a.c": 0, "d": 1}) == {"a": 0, "d": 1}
