@@ -187,6 +187,7 @@ def check(folder: Path) -> None:
     for columns, end in ((COLUMNS, ""), (64, "-narrow")):
         listing = "cat -n train.py | tail -n 8"
         text = shown(command, folder, columns)
+        assert "1 finding" in text, text
         lines = shown(listing, folder, columns)
         draw(
             f"$ {listing}\n{lines}$ {command}\n{text}".rstrip(),
