@@ -10,7 +10,7 @@ from meshwright import Accelerator
 from meshwright.checkpoint.commit.staging import Staging
 from meshwright.config.plugins.offload import OffloadConfig
 from tests.parallel.replicas.offload.training import train
-from tests.simulated_accelerator import on_a_simulated_accelerator
+from tests.simulated_accelerator import run_on_a_simulated_accelerator
 from tests.simulated_accelerator.build import extension
 
 
@@ -34,8 +34,7 @@ class Pinned:
         return self._now()[1] - self._before[1]
 
 
-@on_a_simulated_accelerator
-def test_a_save_in_the_background_takes_what_it_counts_and_gives_it_back_on_a_simulated_accelerator() -> None:
+def save_in_the_background() -> None:
     state = {
         name: torch.ones(size, device="gpu") for name, size in (("a", 700_000), ("b", 1_100_000), ("c", 2_500_000))
     }
@@ -47,8 +46,7 @@ def test_a_save_in_the_background_takes_what_it_counts_and_gives_it_back_on_a_si
     assert pinned.taken == 0
 
 
-@on_a_simulated_accelerator
-def test_a_run_that_offloads_takes_what_it_asks_for_and_gives_it_back_on_a_simulated_accelerator() -> None:
+def run_that_offloads() -> None:
     pinned, most = Pinned(), [(0, 0)]
 
     def look(step: int, accelerator: Accelerator) -> None:
@@ -63,3 +61,11 @@ def test_a_run_that_offloads_takes_what_it_asks_for_and_gives_it_back_on_a_simul
     held.clear()
     accelerator.free_memory()
     assert pinned.taken <= 0.05 * taken
+
+
+def test_a_save_in_the_background_takes_what_it_counts_and_gives_it_back_on_a_simulated_accelerator() -> None:
+    run_on_a_simulated_accelerator(save_in_the_background, in_new_processes=True)  # nobody else's memory is there
+
+
+def test_a_run_that_offloads_takes_what_it_asks_for_and_gives_it_back_on_a_simulated_accelerator() -> None:
+    run_on_a_simulated_accelerator(run_that_offloads, in_new_processes=True)
