@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpointer import Checkpointer
     from ..tools.verify.comparing.comparison import Comparison
     from ..tracking.trackers import Trackers
+    from ..weights.sleeping import Sleeping
 
 logger = get_logger(__name__)
 
@@ -868,6 +870,28 @@ class Accelerator(CheckpointMethods, FittingMethods, TrackingMethods):
         skipped = skip_first_batches(dataloader, num_batches)
         skipped.gradient_state = self.gradient_state
         return skipped
+
+    def asleep(
+        self, *objects: nn.Module | Optimizer, to: str = "host", folder: str | os.PathLike[str] | None = None
+    ) -> Sleeping:
+        """Free the device of models and optimizers inside a `with` block, for an engine that needs the memory.
+
+        Parameters, gradients, buffers and optimizer state are copied away, and their memory on the device is freed. At
+        the end of the block, also after an exception, they are restored bit by bit in the same tensors. Calls of what
+        is asleep raise. Processes do not wait for each other.
+
+        Args:
+            *objects: Models and optimizers, prepared.
+            to: Where the tensors go: "host" (pinned memory) or "disk".
+            folder: A folder on the disk to use; by default that of temporary files.
+
+        Returns:
+            The context; its `num_bytes` are what is away, and `wake()` ends it early.
+        """
+        from ..weights.sleeping import Sleeping
+
+        folder = None if folder is None else Path(folder)
+        return Sleeping(objects, self.state._runtime, self.features, to=to, folder=folder)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything that was prepared and give memory back; returns a None for every object.

@@ -41,6 +41,7 @@ class Feature(Enum):
     ACCUMULATION = "gradient_accumulation_steps > 1"
     STEP_IN_BACKWARD = "step_in_backward"
     LOCAL_SGD = "LocalSGD"
+    ASLEEP = "accelerator.asleep()"
     FIT_BATCH_SIZE = "fit_batch_size"
     PLAN = "meshwright plan"
     CHECK_MESH = "meshwright check --mesh"
@@ -173,6 +174,20 @@ REFUSED = (
     ),
     Refused(_F.STEP_IN_BACKWARD, (_F.FP16,), "gradients are unscaled after the backward pass."),
     Refused(_F.STEP_IN_BACKWARD, (_F.ACCUMULATION,), "gradients of several passes add up before a step."),
+    Refused(
+        _F.ASLEEP, (_F.DEEPSPEED,), "its engine keeps weights and states in memory of its own.", "Use fsdp_plugin."
+    ),
+    Refused(
+        _F.ASLEEP,
+        (_F.OFFLOAD, _F.FSDP_CPU_OFFLOAD),
+        "the weights are on the host already, and what is on the device is managed elsewhere.",
+    ),
+    Refused(_F.ASLEEP, (_F.XLA,), "its tensors have no memory that could be freed and filled."),
+    Refused(_F.ASLEEP, (_F.SURVIVE,), "a replacement would take its state from a member that sleeps."),
+    Refused(_F.ASLEEP, (_F.MEMORY_COPIES,), "the copies read the state in the background; it was not tried."),
+    Refused(_F.ASLEEP, (_F.FP8,), "fp8 layers keep scales beside their weights.", "Use bf16."),
+    Refused(_F.ASLEEP, (_F.COMPILE,), "compiled models may keep addresses of their weights; it was not tried."),
+    Refused(_F.ASLEEP, (_F.STEP_IN_BACKWARD,), "it was not tried."),
     Refused(
         _F.FIT_BATCH_SIZE,
         (_F.DEEPSPEED,),
