@@ -28,8 +28,8 @@ from meshwright.errors import InvalidDataError, LaunchError
 from meshwright.inference.offload.weights import SafetensorsFile
 from meshwright.launch.machines import preflight
 from meshwright.launch.machines.hostfile import read_hostfile
+from meshwright.runtime.devices import catalogue
 from meshwright.runtime.membership.events import Event
-from meshwright.tools.plan.timing import devices
 from meshwright.untrusted import build, parse_json
 from tests.checkpoint.formats.test_hostile import name_of, piece, storage, tensor, torch_file
 from tests.fuzzing.targets import attributes, changed_since
@@ -238,7 +238,7 @@ def test_each_reader_of_these_attacks_reads_what_is_sound(kind: str, tmp_path: P
     ("name", "read"),
     {
         "a configuration": load_mapping,
-        "devices": devices.load,
+        "devices": catalogue.load,
         "commands": lambda path: tpu._commands(argparse.Namespace(command_file=path, command=None), {}),
         "a file of torch": meshwright.load,
         "a checkpoint": codec.read,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class AcceleratedOptimizer(Optimizer):
         self._stepped = False
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self.before_first_step: Callable[[Optimizer], None] | None = None
+        self.refuse_use: Callable[[], NoReturn] | None = None
+        """Raises while the optimizer must not be used, before anybody looks at its gradients."""
         self.before_step: Callable[[AcceleratedOptimizer], None] | None = None
         self.transaction: StepTransaction | None = None
         self.steps_taken = 0
@@ -111,6 +113,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still accumulating."""
+        if self.refuse_use is not None:
+            self.refuse_use()
         if self.transaction.may_zero_grad() if self.transaction is not None else self.gradient_state.sync_gradients:
             if set_to_none is None:
                 self.optimizer.zero_grad()
@@ -119,6 +123,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless gradients are still accumulating."""
+        if self.refuse_use is not None:
+            self.refuse_use()
         if not self.gradient_state.sync_gradients or self._steps_in_backward:
             return None
         seen = self.gradient_state.instruments
@@ -175,6 +181,7 @@ class AcceleratedOptimizer(Optimizer):
         """Pickle the wrapper's own attributes; `gradient_state` belongs to the process."""
         return {name: value for name, value in self.__dict__.items() if name != "gradient_state"} | {
             "before_first_step": None,
+            "refuse_use": None,
             "before_step": None,
             "transaction": None,
         }

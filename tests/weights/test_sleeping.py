@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright import (
     Accelerator,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     OffloadConfig,
     step_in_backward,
@@ -22,6 +23,7 @@ from meshwright.runtime.collectives.nested import tensors_of
 from tests.parallel.small_transformer import loader, model
 from tests.parallel.ways import GLOBAL_BATCH, WAYS, passes
 from tests.ranks import run_on_ranks
+from tests.simulated_accelerator import on_a_simulated_accelerator, run_on_a_simulated_accelerator
 from tests.sizes import at_night
 
 GATED = ("one", "ddp2", "fsdp2", "tp2")
@@ -97,7 +99,7 @@ def train(
             digests, num_bytes = bits(before), bytes_of(before)
             with accelerator.asleep(net, optimizer, to=to) as sleeping:
                 assert bytes_of(before) <= 0.05 * num_bytes
-                assert sleeping.num_bytes == num_bytes
+                assert 0.95 * num_bytes <= sleeping.num_bytes <= num_bytes  # counters of steps are on the host
             after = tensors_in(net, optimizer)
             assert [id(tensor) for tensor in after] == [id(tensor) for tensor in before]
             assert bits(after) == digests
@@ -129,6 +131,69 @@ def test_weights_that_an_evaluation_left_gathered_are_freed() -> None:
     assert slept == run_on_ranks(2, train, way="fsdp2", sleeps=False)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def freed_on_the_device(way: str, to: str, **options: Any) -> float:
+    """Return the share of the allocated memory that is free while a trained model sleeps."""
+    accelerator = Accelerator(**{**WAYS[way][1](), **options})
+    device: Any = torch.gpu  # type: ignore[attr-defined]
+    start = device.memory_allocated()
+    net: Any = model(layers=4)
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, batches = accelerator.prepare(
+        net, optimizer, loader(GLOBAL_BATCH // accelerator.strategy.num_data_ranks)
+    )
+    for _, (inputs, targets) in zip(range(2), batches, strict=False):
+        optimizer.zero_grad()
+        loss = passes(accelerator, way, net, inputs, targets)
+        optimizer.step()
+    del loss, inputs, targets
+    tensors = tensors_in(net, optimizer)
+    digests = bits(tensors)
+    awake = device.memory_allocated() - start
+    with accelerator.asleep(net, optimizer, to=to):
+        asleep = device.memory_allocated() - start
+    assert bits(tensors_in(net, optimizer)) == digests
+    assert [id(tensor) for tensor in tensors_in(net, optimizer)] == [id(tensor) for tensor in tensors]
+    return 1 - asleep / awake
+
+
+@pytest.mark.parametrize(
+    ("way", "to"), [("one", "host"), ("one", "disk"), ("ddp2", "host"), ("fsdp2", "host"), ("tp2", "host")]
+)
+def test_95_percent_of_the_allocated_memory_are_freed_on_a_simulated_accelerator(way: str, to: str) -> None:
+    options = (
+        {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]} if way == "ddp2" else {}
+    )
+    found = run_on_a_simulated_accelerator(freed_on_the_device, world_size=WAYS[way][0], way=way, to=to, **options)
+    assert min(found) >= 0.95, found
+
+
+@pytest.mark.parametrize("way", GATED)
+def test_training_after_waking_is_that_of_a_run_that_never_slept_on_a_simulated_accelerator(way: str) -> None:
+    size = WAYS[way][0]
+    slept = run_on_a_simulated_accelerator(train, world_size=size, way=way, sleeps=True, cpu=False)
+    assert slept == run_on_a_simulated_accelerator(train, world_size=size, way=way, sleeps=False, cpu=False)
+
+
+@on_a_simulated_accelerator
+def test_a_device_without_room_keeps_everything_asleep_until_there_is_room_on_a_simulated_accelerator() -> None:
+    accelerator = Accelerator()
+    net = accelerator.prepare(nn.Linear(1024, 1024))
+    before = net.weight.detach().cpu()
+    device: Any = torch.gpu  # type: ignore[attr-defined]
+    sleeping = accelerator.asleep(net)
+    with device.memory_limit(1 << 20):
+        with pytest.raises(RuntimeError, match=r"^Rank 0 cannot wake: .*nothing is lost"), sleeping:
+            pass
+        with pytest.raises(RuntimeError, match="is asleep"):
+            net(torch.ones(1, 1024))
+    sleeping.wake()
+    assert torch.equal(net.weight.detach().cpu(), before)
+    net(torch.ones(1, 1024, device="gpu"))
+
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,8 +219,9 @@ def calls_while_asleep(way: str) -> None:
             lambda: net.load_state_dict({}),
             lambda: list(accelerator.weights(net)),
             lambda: optimizer.step(),
+            lambda: optimizer.zero_grad(set_to_none=False),
             lambda: optimizer.state_dict(),
-            *([lambda: accelerator.save_state("unused")] if way == "one" else []),  # else one process would wait
+            lambda: accelerator.save_state("unused"),
         ):
             with pytest.raises(RuntimeError, match=r"is asleep: its tensors are away"):
                 call()
@@ -166,7 +232,7 @@ def calls_while_asleep(way: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["one", "fsdp2", "tp2"])
+@pytest.mark.parametrize("way", GATED)
 def test_calls_of_what_sleeps_are_refused_by_name_and_work_after_the_block(way: str) -> None:
     run_on_ranks(WAYS[way][0], calls_while_asleep, way=way)
 

@@ -59,6 +59,7 @@ class Sleeping:
         self.num_bytes = 0
         """The bytes that are away from the device. In host memory, they are pinned where the device has streams."""
         self._models = [each for each in objects if isinstance(each, nn.Module)]
+        self._prepared = [each for each in objects if isinstance(each, AcceleratedOptimizer)]
         self._optimizers = [_own(each) for each in objects if isinstance(each, Optimizer)]
         self._features = dict(features)
         self._device = runtime.device
@@ -113,6 +114,8 @@ class Sleeping:
         self._synchronize()
         for hook in self._hooks:
             hook.remove()
+        for wrapper in self._prepared:
+            wrapper.refuse_use = None
         self._hooks, self._moved, self.num_bytes = [], [], 0
         self._staging.clear()
 
@@ -201,6 +204,8 @@ class Sleeping:
                     module.register_state_dict_pre_hook(refuse),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(refuse),  # type: ignore[no-untyped-call]
                 ]
+        for wrapper in self._prepared:
+            wrapper.refuse_use = self._refusal(type(wrapper.optimizer).__name__)
         for optimizer in self._optimizers:
             refuse = self._refusal(type(optimizer).__name__)
             self._hooks += [
