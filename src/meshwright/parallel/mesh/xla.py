@@ -22,7 +22,7 @@ from ...runtime.collectives.nested import tensors_of
 from ...runtime.devices import xla
 from ...runtime.group.runtime import Runtime
 from ...runtime.loop.gradient_state import GradientState
-from ..base import Bundle, Strategy
+from ..base import Bundle, Capabilities, Strategy
 from ..modules.wrapping import ignored_modules, parameters_in, units_of
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ REPLICATE, SHARD = "dp_replicate", "fsdp"
 
 class XlaDevices(Strategy):
     """Train on XLA devices; every optimizer step is one graph. See [Note: graphs] in `runtime/devices/xla.py`."""
+
+    capabilities = Capabilities()
 
     def __init__(
         self,
