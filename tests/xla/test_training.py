@@ -89,7 +89,7 @@ def test_a_shape_that_changes_in_every_step_is_named_once(found: dict[str, Any])
 def test_what_xla_cannot_do_is_refused_by_name(found: dict[str, Any]) -> None:
     refused = found["refused"]
     assert "cannot compute in torch.float16: use mixed_precision bf16" in refused["fp16"]
-    assert "mixed_precision fp8 on XLA" in refused["fp8"]
+    assert "XLA with mixed_precision='fp8'" in refused["fp8"]
     assert "XLA compiles every step as a whole" in refused["compile"]
 
 
@@ -147,7 +147,7 @@ def test_a_sharded_run_resumes_in_the_middle_of_an_epoch(spmd: dict[str, Any]) -
 
 def test_what_a_mesh_of_xla_devices_does_not_have_is_refused_by_name(spmd: dict[str, Any]) -> None:
     refused = spmd["refused"]
-    assert "tp_size on XLA" in refused["tp"]
+    assert "XLA with tp_size=4 cannot be used" in refused["tp"]
     assert "the run has 4" in refused["sizes"]
     assert "FullyShardedDataParallelPlugin(cpu_offload=...) on XLA" in refused["offload"]
     assert "is in DataParallel" in refused["wrapped"]
