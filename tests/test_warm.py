@@ -16,10 +16,10 @@ from tests import warm
 from tests.launching import COMMAND
 
 TELLS = """
-import json, os, sys
+import json, os, sys, tempfile
 print(json.dumps({
     "argv": sys.argv, "first on the path": sys.path[0], "name": __name__, "file": __file__, "folder": os.getcwd(),
-    "variable": os.environ.get("SAID"), "rank": os.environ.get("RANK"), "parent": os.getppid(),
+    "temporary": tempfile.gettempdir(), "variable": os.environ.get("SAID"), "rank": os.environ.get("RANK"), "parent": os.getppid(),
     "leads its session": os.getsid(0) == os.getpid(), "input": sys.stdin.read(),
     "open": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:3],
 }))
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="zygotes are for
 def both_ways(program: str, tmp_path: Path, *words: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
     (tmp_path / "program.py").write_text(program)
     options = {"cwd": tmp_path, "capture_output": True, "text": True, **options}
-    environment = os.environ | {"SAID": "yes"}
+    environment = os.environ | {"SAID": "yes", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "program.py", *words]
     return [warm.run(command, env=environment | way, **options) for way in ({}, {warm.COLD: "1"})]
 

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -371,6 +372,7 @@ def take_environment(environment: Mapping[str, str]) -> None:
     """Have the variables, signal handlers and random numbers of a new process."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is of TMPDIR, and was read before
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -100,7 +100,7 @@ def test_the_tracebacks_of_a_hang_are_in_files_and_not_above_the_panel(
     assert launched.code == 1
     assert "Traceback" not in launched.complaints
     assert "StuckError" not in launched.complaints
-    folder = tmp_path / "logs" if options else Path(*tmp_path.glob("meshwright-tracebacks-*"))
+    (folder,) = [tmp_path / "logs"] if options else tmp_path.glob("meshwright-tracebacks-*")
     assert folder.name in launched.panel
     tracebacks = {file.name: file.read_text() for file in folder.rglob("traceback_rank_*.txt")}
     assert sorted(tracebacks) == ["traceback_rank_0.txt", "traceback_rank_1.txt"]
