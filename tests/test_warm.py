@@ -19,7 +19,8 @@ TELLS = """
 import json, os, sys, tempfile
 print(json.dumps({
     "argv": sys.argv, "first on the path": sys.path[0], "name": __name__, "file": __file__, "folder": os.getcwd(),
-    "temporary": tempfile.gettempdir(), "variable": os.environ.get("SAID"), "rank": os.environ.get("RANK"), "parent": os.getppid(),
+    "temporary": tempfile.gettempdir(),
+    "variable": os.environ.get("SAID"), "rank": os.environ.get("RANK"), "parent": os.getppid(),
     "leads its session": os.getsid(0) == os.getpid(), "input": sys.stdin.read(),
     "open": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:3],
 }))
