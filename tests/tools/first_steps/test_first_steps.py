@@ -205,6 +205,13 @@ def test_norms_leave_out_what_has_no_such_values() -> None:
     assert norms([]) == []
 
 
+def test_a_storage_that_is_empty_is_not_read() -> None:
+    away, here = torch.ones(3), torch.ones(3)
+    away.untyped_storage().resize_(0)
+    assert norms([away, here]) == [None, 3.0]
+    assert fingerprint([away]) is None
+
+
 def test_fingerprints_tell_inputs_apart_and_know_what_they_do_not_know() -> None:
     one_hot = torch.eye(3)
     numbers = [fingerprint(((row,), {"mask": None, "scale": 1.0})) for row in one_hot]

@@ -34,7 +34,7 @@ def norms(tensors: Sequence[Tensor | None]) -> list[float | None]:
     found: dict[int, Tensor] = {}
     with torch.no_grad():
         for number, tensor in enumerate(tensors):
-            if tensor is None or tensor.is_meta or tensor.is_sparse or not tensor.is_floating_point():
+            if tensor is None or not tensor.is_floating_point() or not _is_there(tensor):
                 continue
             part = _beginning(local(tensor.detach()), most)
             found[number] = torch.linalg.vector_norm(part, 1, dtype=torch.float32)
@@ -51,7 +51,7 @@ def fingerprint(inputs: Any) -> int | None:
     seen, has_tensor = 0, False
     for leaf in leaves(inputs):
         if isinstance(leaf, Tensor):
-            if leaf.is_meta or leaf.is_sparse or leaf.is_quantized:
+            if leaf.is_quantized or not _is_there(leaf):
                 return None
             has_tensor = has_tensor or leaf.numel() > 0
             seen = zlib.crc32(_bytes_of(leaf), seen)
@@ -60,6 +60,14 @@ def fingerprint(inputs: Any) -> int | None:
         else:
             return None
     return seen if has_tensor else None
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Return whether a tensor can be read: the storage of one that is offloaded may be empty, and reading it crashes."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    own = local(tensor.detach())
+    return own.numel() == 0 or own.untyped_storage().nbytes() > 0
 
 
 def _beginning(tensor: Tensor, most: int) -> Tensor:
