@@ -187,13 +187,13 @@ def clip_by_hand(params: list[nn.Parameter]) -> None:
     for param in params:
         by_mesh.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
     norms: list[Any] = [
-        torch.nn.utils.get_total_norm([param.grad for param in group if param.grad is not None], foreach=True)
+        torch.nn.utils.get_total_norm([param.grad for param in group if param.grad is not None])
         for group in by_mesh.values()
     ]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     for group in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(group, 1.0, total, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(group, 1.0, total)
 
 
 def text_prepared(way: str) -> Iterator[None]:

@@ -36,7 +36,7 @@ from ...parallel.modules.memory.stepping import early_steps_of
 from ...runtime.collectives.operations import mesh_of
 from ...runtime.devices import device as devices
 from ...runtime.group.runtime import Runtime
-from .records import Copies, Finding, Record, compare
+from .records import Copies, Mistake, Record, compare
 from .samples import evenly, fingerprint, norms
 
 logger = logging.getLogger(__name__)
@@ -414,7 +414,7 @@ class FirstSteps(Instrument):
 
     def _tell(self, text: str, topic: str = "") -> None:
         """Tell a finding of this rank, unless another one has told it, or what it follows from: the same topic."""
-        finding = Finding(place=user_place(), text=text)
+        finding = Mistake(place=user_place(), text=text)
         key = topic or f"{zlib.crc32(repr(finding).encode()):08x}"
         if key in self._told:
             return
@@ -426,7 +426,7 @@ class FirstSteps(Instrument):
                 return
         self._say(finding)
 
-    def _say(self, finding: Finding) -> None:
+    def _say(self, finding: Mistake) -> None:
         here = f"Rank {self.runtime.process_index}: " if self.runtime.num_processes > 1 and not finding.ranks else ""
         if self._raises:
             path, line = finding.place

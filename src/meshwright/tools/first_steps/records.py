@@ -16,7 +16,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Mistake:
     """A mistake: where it is, what happens, and what to do."""
 
     place: Place
@@ -64,12 +64,12 @@ class Record:
         return cls(copies=copies, lengths=lengths, place_of_inputs=tuple(place) if place else None, **known)
 
 
-def compare(records: dict[int, Record]) -> list[Finding]:
+def compare(records: dict[int, Record]) -> list[Mistake]:
     """Return what the records of several ranks show together."""
     return [*_different_copies(records), *_same_samples(records), *_different_lengths(records)]
 
 
-def _different_copies(records: dict[int, Record]) -> Iterator[Finding]:
+def _different_copies(records: dict[int, Record]) -> Iterator[Mistake]:
     seen: set[str] = set()
     for rank, record in records.items():
         for key, mine in record.copies.items():
@@ -81,7 +81,7 @@ def _different_copies(records: dict[int, Record]) -> Iterator[Finding]:
                 odd = [name for name, a, b in zip(mine.names, mine.norms, theirs.norms, strict=True) if _differ(a, b)]
                 if odd:
                     seen.add(group)
-                    yield Finding(
+                    yield Mistake(
                         place=mine.place,
                         text=f"Ranks {rank} and {other} have different {mine.what}: {_some(odd, len(mine.names))}. "
                         f"{mine.remedy}",
@@ -89,14 +89,14 @@ def _different_copies(records: dict[int, Record]) -> Iterator[Finding]:
                     )
 
 
-def _same_samples(records: dict[int, Record]) -> Iterator[Finding]:
+def _same_samples(records: dict[int, Record]) -> Iterator[Mistake]:
     for (rank, mine), (other, theirs) in combinations(records.items(), 2):
         known = [number for number in mine.inputs if number is not None]
         varies = len(set(known)) > 1  # a batch that never changes is a benchmark, or a model that is overfitted
         if not varies or len(known) < len(mine.inputs) or mine.place_of_inputs is None:
             continue
         if mine.data_rank != theirs.data_rank and mine.inputs == theirs.inputs:
-            yield Finding(
+            yield Mistake(
                 place=mine.place_of_inputs,
                 text=f"Ranks {rank} and {other} computed on the same batches in the first {len(known)} steps. Give the "
                 "loader to prepare(), which lets each rank read its own samples; draw random data from a seed of the "
@@ -106,13 +106,13 @@ def _same_samples(records: dict[int, Record]) -> Iterator[Finding]:
             return
 
 
-def _different_lengths(records: dict[int, Record]) -> Iterator[Finding]:
+def _different_lengths(records: dict[int, Record]) -> Iterator[Mistake]:
     for loaders in zip(*(record.lengths for record in records.values()), strict=False):
         lengths = dict(zip(records, (length for length, _ in loaders), strict=True))
         known = {rank: length for rank, length in lengths.items() if length is not None}
         if len(set(known.values())) > 1:
             low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-            yield Finding(
+            yield Mistake(
                 place=loaders[0][1],
                 text=f"The prepared loader has {known[low]} batches on rank {low} and {known[high]} on rank {high}: "
                 "one will wait for the other. Give all of the data to every rank, in batches of one size.",

@@ -63,7 +63,7 @@ def fingerprint(inputs: Any) -> int | None:
 
 
 def _is_there(tensor: Tensor) -> bool:
-    """Return whether a tensor can be read: the storage of one that is offloaded may be empty, and reading it crashes."""
+    """Return whether a tensor can be read: the storage of one that is offloaded may be empty, and a read crashes."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return False
     own = local(tensor.detach())

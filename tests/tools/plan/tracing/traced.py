@@ -60,6 +60,7 @@ def run(source: str, folder: Path, world_size: int, blocks: int | None) -> tuple
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
+        "MESHWRIGHT_FIRST_STEPS": "off",  # as a plan has it
     }
     world = World(
         script=[str(script)],
