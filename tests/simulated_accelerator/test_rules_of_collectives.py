@@ -189,7 +189,7 @@ def in_trouble() -> dict[str, Any]:
     second, last = pair.ones(), pair.ones()
     dist.all_reduce(second, group=other)  # on the current stream
     dist.all_reduce(last, group=third)
-    blocked = in_thread(torch.accelerator.synchronize)
+    blocked = in_thread(lambda: torch.accelerator.synchronize(pair.device))
     blocked.join(0.5)
     found["blocked by a lost peer"] = blocked.is_alive()
     serial = in_thread(pair.backend(other).abort)
@@ -545,7 +545,7 @@ def in_disorder() -> dict[str, Any]:
         dist.all_reduce(value, group=group, async_op=True)
     else:
         dist.broadcast(value, src=0, group=group, async_op=True)
-    blocked = in_thread(torch.accelerator.synchronize)
+    blocked = in_thread(lambda: torch.accelerator.synchronize(pair.device))
     blocked.join(1.0)
     found["different calls"] = blocked.is_alive()
     pair.meet()
@@ -553,7 +553,7 @@ def in_disorder() -> dict[str, Any]:
     blocked.join(5)
     for each in (one, other) if pair.rank == 0 else (other, one):
         dist.all_reduce(value, group=each, async_op=True)
-    blocked = in_thread(torch.accelerator.synchronize)
+    blocked = in_thread(lambda: torch.accelerator.synchronize(pair.device))
     blocked.join(1.0)
     found["different order"] = blocked.is_alive()
     pair.meet()
@@ -760,7 +760,7 @@ def of_xccl() -> dict[str, Any]:
         work = dist.all_reduce(value, group=group, async_op=True)
         found["error"] = error_of(lambda: work.wait(QUICK))
         pair.backend(group).abort()
-        blocked = in_thread(torch.accelerator.synchronize)
+        blocked = in_thread(lambda: torch.accelerator.synchronize(pair.device))
         blocked.join(0.5)
         found["blocked"] = blocked.is_alive()
         pair.store.set("xccl", "1")
