@@ -227,6 +227,18 @@ def test_free_memory_forgets_what_was_prepared() -> None:
     assert accelerator.clear(1, 2) == [None, None]
 
 
+def test_free_memory_forgets_the_model_that_accumulated_last() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    held = weakref.ref(model)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert held() is None
+
+
 def test_gathering_on_one_process_returns_the_data_itself() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))

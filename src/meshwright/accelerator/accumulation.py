@@ -42,13 +42,13 @@ class AccumulationWindow:
         """How many `no_sync` contexts of the script are open."""
         self._defers_sync = strategy.capabilities.defers_sync
         self._prepared_models = prepared_models
-        self._models: tuple[nn.Module, ...] = ()
         self._reference: float | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget a window that was begun."""
+        """Forget a window that was begun, and its models."""
         self.step = 0
+        self._models: tuple[nn.Module, ...] = ()
         self._items: Tensor | None = None
         self._items_came_at = -1
         self._has_mean_loss = False
