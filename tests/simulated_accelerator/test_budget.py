@@ -259,8 +259,8 @@ def test_a_prepared_loop_waits_no_more_often_on_simulated_accelerators(way: str,
         assert ours.waits <= hand.waits + (2 * STEPS if way == "cp2" else 0), (hand, ours)
         assert ours.streams <= hand.streams
         assert ours.queries_of_other_threads == 0
-        # No loop by hand divides attention; the one beside it is DDP's. With FSDP2 alone there are 1.25 times as many on
-        # this device, which is not explained yet.
+        # No loop by hand divides attention; the one beside it is DDP's. With FSDP2 alone there are 1.25 times as many
+        # on this device, which is not explained yet.
         if way not in ("cp2", "fsdp2"):
             # All of the loader's work is in few kernels; small models make them show.
             assert ours.kernels <= 1.05 * hand.kernels + STEPS, (hand, ours)
