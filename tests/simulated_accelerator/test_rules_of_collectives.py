@@ -600,7 +600,7 @@ def in_small_memory() -> dict[str, Any]:
 
 @shows(46, 47, 48)
 def test_each_kind_of_collective_takes_memory_at_its_first_use_on_simulated_accelerators() -> None:
-    for found in run_on_a_simulated_accelerator(in_small_memory, world_size=2):
+    for found in run_on_a_simulated_accelerator(in_small_memory, world_size=2, in_new_processes=True):
         assert found["taken"] == [KIND, KIND, 2 * KIND]
         assert found["allocated"] == 0
         assert found["error"].startswith("DistBackendError")
