@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..tracking.general import BlankTracker
 from .effects import effect
 from .process_methods import ProcessMethods
 
@@ -18,7 +17,14 @@ if TYPE_CHECKING:
     from ..runtime.loop.gradient_state import GradientState
     from ..runtime.loop.run_bar import RunBar
     from ..tools.meter.meter import Meter
+    from ..tracking.general import BlankTracker
     from ..tracking.trackers import Trackers
+
+
+def _blank_tracker(*_: Any, **__: Any) -> BlankTracker:
+    from ..tracking.general import BlankTracker  # few runs need it
+
+    return BlankTracker()
 
 
 class TrackingMethods(ProcessMethods):
@@ -63,7 +69,7 @@ class TrackingMethods(ProcessMethods):
         if self._trackers is not None:
             self._trackers.begin(project_name, config, init_kwargs or {}, strict=strict)
 
-    @effect(instead=lambda *args, **kwargs: BlankTracker())
+    @effect(instead=_blank_tracker)
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name, or with `unwrap` its client's own object; other ranks get one that does nothing.
 

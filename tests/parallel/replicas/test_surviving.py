@@ -73,6 +73,18 @@ class Run:
             os.kill(found.pid, signal.SIGKILL)
         self.wait_until(lambda: all(self.process(rank) != found for rank, found in victims.items()))
 
+    def kill_at_random(self, kills: int, draw: random.Random) -> int:
+        """Kill members one after the other, as long as there are more than two; return how many were killed."""
+        made = 0
+        while made < kills and self.launcher.poll() is None:
+            members = self.members()
+            if len(members) > 2:
+                self.kill(draw.choice(members))
+                made += 1
+                time.sleep(draw.random())
+            time.sleep(0.02)
+        return made
+
     def end(self) -> str:
         """Wait for the end, and return what the launcher and the processes have logged."""
         printed, complaints = self.launcher.communicate(timeout=sized(gate=600, nightly=3 * 3600))
@@ -168,14 +180,8 @@ def test_evaluations_and_checkpoints_survive_losses(tmp_path: Path) -> None:
     kills, steps = sized(gate=(4, 60), nightly=(60, 900))
     folder = tmp_path / "run"
     folder.mkdir()
-    run, draw, made = Run(folder, steps, "examine"), random.Random(1), 0
-    while made < kills and run.launcher.poll() is None:
-        members = run.members()
-        if len(members) > 2:
-            run.kill(draw.choice(members))
-            made += 1
-            time.sleep(draw.random())
-        time.sleep(0.02)
+    run = Run(folder, steps, "examine")
+    made = run.kill_at_random(kills, random.Random(1))
     complaints = run.end()
     assert_equal_to_one_process(run, tmp_path / "one", steps, "examine")
     assert_every_sample_once(run, made)

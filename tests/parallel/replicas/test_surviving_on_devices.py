@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,8 @@ def test_random_losses_are_survived_on_simulated_accelerators(tmp_path: Path) ->
     kills, steps = sized(gate=(2, 40), nightly=(100, 3000))
     folder = tmp_path / "run"
     folder.mkdir()
-    run, draw, made = Run(folder, steps, "zero_first", **RULES), random.Random(0), 0
-    while made < kills and run.launcher.poll() is None:
-        members = run.members()
-        if len(members) > 2:
-            run.kill(draw.choice(members))
-            made += 1
-            time.sleep(draw.random())
-        time.sleep(0.02)
+    run = Run(folder, steps, "zero_first", **RULES)
+    made = run.kill_at_random(kills, random.Random(0))
     complaints = run.end()
     assert made == kills, complaints
     assert_equal_to_one_process(run, tmp_path / "one", steps, "zero_first")
@@ -46,14 +39,8 @@ def test_collectives_of_evaluations_survive_losses_on_simulated_accelerators(tmp
     kills, steps = sized(gate=(1, 20), nightly=(30, 450))
     folder = tmp_path / "run"
     folder.mkdir()
-    run, draw, made = Run(folder, steps, "examine", **RULES), random.Random(1), 0
-    while made < kills and run.launcher.poll() is None:
-        members = run.members()
-        if len(members) > 2:
-            run.kill(draw.choice(members))
-            made += 1
-            time.sleep(draw.random())
-        time.sleep(0.02)
+    run = Run(folder, steps, "examine", **RULES)
+    made = run.kill_at_random(kills, random.Random(1))
     complaints = run.end()
     assert made == kills, complaints
     assert_equal_to_one_process(run, tmp_path / "one", steps, "examine")

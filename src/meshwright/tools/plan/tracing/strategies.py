@@ -154,8 +154,7 @@ def _label(recorder: TraceRecorder, place: Any, name: str, **labels: str) -> Non
 def _note_waits(recorder: TraceRecorder) -> None:
     """Note where computation waits for the gather of a group."""
     group_class = param_groups.FSDPParamGroup
-    replaced(group_class, "unshard"), replaced(group_class, "wait_for_unshard")
-    plain_unshard, plain_wait = group_class.unshard, group_class.wait_for_unshard
+    plain_unshard, plain_wait = replaced(group_class, "unshard"), replaced(group_class, "wait_for_unshard")
     issued: dict[int, list[Collective]] = {}
 
     def unshard(self: Any, *args: Any, **kwargs: Any) -> None:
